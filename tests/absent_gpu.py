@@ -1,8 +1,6 @@
 """Lowering for a GPU on a machine without one."""
 
-from __future__ import annotations
-
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -10,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType
 from wedlm_jax.sharding import MESH_AXES
 
 
-def on_a_gpu_that_is_not_here() -> AbstractContextManager:
+def on_a_gpu_that_is_not_here():
     """Newer versions of JAX want to be told what GPU a kernel is lowered for."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         return nullcontext()

@@ -7,15 +7,11 @@ A folder holds one folder per checkpoint, each with ``config.json``, safetensors
 Exits non-zero on any miss. Each check compares against the tolerance the goldens state.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +26,6 @@ from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.masks import CausalMask
-from wedlm_jax.model import Transformer
 from wedlm_jax.packing import TokenisedSample, row_arrays
 
 LOGITS_TOLERANCE = 1e-4
@@ -41,7 +36,7 @@ Check = tuple[str, str | None]
 """A case's name and what is wrong with it, None when it passes."""
 
 
-def all_checks(folder: Path) -> Iterator[Check]:
+def all_checks(folder):
     """Every check of every checkpoint under ``folder``."""
     checkpoints = sorted(path.parent for path in folder.glob("*/config.json"))
     if not checkpoints:
@@ -52,7 +47,7 @@ def all_checks(folder: Path) -> Iterator[Check]:
             yield f"{checkpoint.name}/{name}", problem
 
 
-def checkpoint_checks(checkpoint: Path, model: Transformer) -> Iterator[Check]:
+def checkpoint_checks(checkpoint, model):
     yield "forward", check_forward(model, checkpoint / "forward.npz")
     cases = read_decode_cases(checkpoint)
     yield from check_decode(model, cases)
@@ -61,18 +56,18 @@ def checkpoint_checks(checkpoint: Path, model: Transformer) -> Iterator[Check]:
             yield from check_train(model, dict(file), path.stem)
 
 
-def check_forward(model: Transformer, path: Path) -> str | None:
+def check_forward(model, path):
     with np.load(path) as golden:
         tokens, positions = jnp.asarray(golden["token_ids"]), jnp.asarray(golden["positions"])
         logits = jax.jit(lambda model: model.logits(model(tokens, positions, CausalMask())))(model)
         return _far(logits, golden["logits"], LOGITS_TOLERANCE)
 
 
-def read_decode_cases(checkpoint: Path) -> list[dict[str, Any]]:
+def read_decode_cases(checkpoint):
     return json.loads((checkpoint / "decode_cases.json").read_text(encoding="utf-8"))
 
 
-def as_decode_case(golden: dict[str, Any]) -> DecodeCase:
+def as_decode_case(golden):
     return DecodeCase(
         prompt=golden["prompt_token_ids"],
         window=golden["window_size"],
@@ -86,7 +81,7 @@ def as_decode_case(golden: dict[str, Any]) -> DecodeCase:
 COUNTS = ("token_ids", "num_forwards", "num_token_instances")
 
 
-def check_decode(model: Transformer, goldens: list[dict[str, Any]]) -> Iterator[Check]:
+def check_decode(model, goldens):
     """Each case alone, all as one batch of mixed windows, and the traces."""
     cases = [as_decode_case(golden) for golden in goldens]
     batch = decode_cases(model, cases)
@@ -99,12 +94,12 @@ def check_decode(model: Transformer, goldens: list[dict[str, Any]]) -> Iterator[
             yield f"decode[{i}] trace", _differs(trace, {"trace": golden["trace"]})
 
 
-def check_train(model: Transformer, golden: dict[str, np.ndarray], name: str) -> Iterator[Check]:
+def check_train(model, golden, name):
     block_size, mask_token_id = int(golden["block_size"]), int(golden["mask_token_id"])
     rows, masked, ratio, layout = packed_rows(golden, block_size)
     graph, parameters = nnx.split(model)
 
-    def prepared(weighting: str) -> tuple:
+    def prepared(weighting):
         config = LossConfig(weighting=weighting, chunk=16)
         objective = Objective("wedlm", block_size, mask_token_id, config)
         return prepare_given(objective, rows, masked, ratio)
@@ -128,9 +123,7 @@ def check_train(model: Transformer, golden: dict[str, np.ndarray], name: str) ->
     yield from check_gradients(nnx.merge(graph, gradients), golden, name)
 
 
-def packed_rows(
-    golden: dict[str, np.ndarray], block_size: int
-) -> tuple[PackedRows, jax.Array, jax.Array, np.ndarray]:
+def packed_rows(golden, block_size):
     """The case as one packed row ``[1, 1, L]``, and where its tokens stand in that row.
 
     The goldens hold each sample's two streams one behind the other; ours, all memory
@@ -152,7 +145,7 @@ def packed_rows(
     return rows, jnp.asarray(masked)[None, None], jnp.asarray(ratio)[None, None], layout
 
 
-def check_packed(batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray) -> str | None:
+def check_packed(batch, golden, layout):
     length = batch.targets.shape[1]
     memory = np.zeros(length, bool)
     targets = np.concatenate([batch.token_ids[0, :length], batch.targets[0]])
@@ -176,11 +169,9 @@ def check_packed(batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray) 
     return None
 
 
-def check_logits(
-    model: Transformer, batch: Any, golden: dict[str, np.ndarray], layout: np.ndarray
-) -> str | None:
+def check_logits(model, batch, golden, layout):
     @partial(jax.jit, static_argnames="attention")
-    def logits_of(model: Transformer, attention: str) -> jax.Array:
+    def logits_of(model, attention):
         hidden = model(batch.token_ids, batch.positions, batch.mask, attention=attention)
         return model.logits(hidden)[0]
 
@@ -192,9 +183,7 @@ def check_logits(
     return None
 
 
-def check_gradients(
-    gradients: Transformer, golden: dict[str, np.ndarray], name: str
-) -> Iterator[Check]:
+def check_gradients(gradients, golden, name):
     """Norms of every parameter's gradient; values of those the goldens hold."""
     values = arrays_from_model(gradients)
     ours = {}
@@ -215,21 +204,21 @@ def check_gradients(
         yield f"{name} {key}", _far(value / scale, golden[key] / scale, GRADIENT_TOLERANCE)
 
 
-def _far(ours: Any, theirs: Any, tolerance: float, *, relative: bool = False) -> str | None:
+def _far(ours, theirs, tolerance, *, relative=False):
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     error = np.abs(ours - theirs)
     error = (error / np.maximum(np.abs(theirs), 1e-30) if relative else error).max()
     return None if error <= tolerance else f"off by {error:.2e}, allowed {tolerance:.0e}"
 
 
-def _differs(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+def _differs(ours, theirs):
     wrong = [
         f"{key} {ours[key]}, expected {theirs[key]}" for key in theirs if ours[key] != theirs[key]
     ]
     return "; ".join(wrong) or None
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     if len(arguments) != 1:
         print(__doc__)
         return 2

@@ -1,7 +1,5 @@
 """Runs the tests on the CPU, the same examples every time, on one tiny model."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import math
@@ -9,7 +7,6 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -52,7 +49,6 @@ from flax import nnx
 
 from tests.examples.decode import DRAWN, TINY, small_engine
 from tests.forward_sizes import one_size, two_sizes
-from tests.reference.decode_loop import FullForward
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.host import notices, progress
 from wedlm_jax.masks import CausalMask
@@ -67,7 +63,7 @@ one_size()
 progress.FIRST_LINE_S = math.inf
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Chooses how many examples a property is tried on: `make test-all` tries five times as many.
 
     A test that wants more than usual asks for a multiple of `hypothesis.settings.default`.
@@ -90,7 +86,7 @@ when none are left."""
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bounded_programs() -> Iterator[None]:
+def bounded_programs():
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPS:
@@ -102,14 +98,14 @@ def bounded_programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plain_notices() -> Iterator[None]:
+def plain_notices():
     """A server gives the notices of its process a time and a level."""
     yield
     notices.log("%(message)s")
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> Transformer:
+def tiny_model():
     return Transformer(TINY, rngs=nnx.Rngs(7))
 
 
@@ -118,7 +114,7 @@ def tiny_model() -> Transformer:
 
 
 @pytest.fixture(scope="session")
-def streaming_engine(tiny_model: Transformer) -> Engine:
+def streaming_engine(tiny_model):
     """For every option and mode, with forwards of two sizes."""
     with two_sizes():
         engine = small_engine(tiny_model)
@@ -127,33 +123,33 @@ def streaming_engine(tiny_model: Transformer) -> Engine:
 
 
 @pytest.fixture(scope="session")
-def one_size_engine(tiny_model: Transformer) -> Engine:
+def one_size_engine(tiny_model):
     """The same at one size, for greedy and sampled sequences without other options."""
     return small_engine(tiny_model, DRAWN, deterministic=True)
 
 
 @pytest.fixture(scope="session")
-def blockwise_engine(tiny_model: Transformer) -> Engine:
+def blockwise_engine(tiny_model):
     return small_engine(tiny_model, DRAWN, refill="blockwise", deterministic=True)
 
 
 @pytest.fixture(scope="session")
-def autoregressive_engine(tiny_model: Transformer) -> Engine:
+def autoregressive_engine(tiny_model):
     return small_engine(tiny_model, window_size=0)
 
 
 @pytest.fixture(scope="session")
-def full_forward(tiny_model: Transformer) -> FullForward:
+def full_forward(tiny_model):
     """Logits ``[T, V]`` of a text under a plain causal mask, without a cache."""
     graph, parameters = nnx.split(tiny_model)
     length = 64
 
     @jax.jit
-    def padded(parameters: nnx.State, ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def padded(parameters, ids, positions):
         model = nnx.merge(graph, parameters)
         return model.logits(model(ids, positions, CausalMask()))
 
-    def forward(ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    def forward(ids, positions):
         # Padding stands behind, where nothing sees it; one shape compiles once.
         padding = [0] * (length - len(ids))
         rows = (jnp.asarray([[*x, *padding]], jnp.int32) for x in (ids, positions))

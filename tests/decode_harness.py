@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 
@@ -22,7 +20,7 @@ class DecodeCase:
     position_penalty: float = 0.02
     stop_token_ids: list[int] = dataclasses.field(default_factory=list)
 
-    def sampling(self) -> SamplingParams:
+    def sampling(self):
         return SamplingParams(
             mode="paper",
             max_tokens=self.max_tokens,
@@ -31,14 +29,12 @@ class DecodeCase:
             stop_token_ids=tuple(self.stop_token_ids),
         )
 
-    def request(self, number: int) -> Request:
+    def request(self, number):
         return Request(number, self.prompt, self.sampling(), self.window)
 
 
 @functools.lru_cache(maxsize=32)
-def _engine(
-    model: Transformer, window: int, sequences: int, refill: str, chunk_tokens: int = 32
-) -> Engine:
+def _engine(model, window, sequences, refill, chunk_tokens=32):
     """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
     return Engine(
         model,
@@ -52,16 +48,14 @@ def _engine(
     )
 
 
-def decode_cases(
-    model: Transformer, cases: list[DecodeCase], refill: str = "streaming"
-) -> list[dict[str, Any]]:
+def decode_cases(model, cases, refill="streaming"):
     """All cases as one batch, each sequence with its own window."""
     engine = _engine(model, max(case.window for case in cases), len(cases), refill)
     results = engine.decode([case.request(i) for i, case in enumerate(cases)])
     return [dataclasses.asdict(result) for result in results]
 
 
-def decode_trace(model: Transformer, case: DecodeCase) -> list[dict[str, Any]]:
+def decode_trace(model, case):
     """Forward by forward: the window in physical order and the run that the forward commits."""
     # The prompt in one chunk: each forward then runs the window.
     engine = _engine(model, case.window, 1, "streaming", chunk_tokens=128)

@@ -4,8 +4,6 @@
 programs that are right, is mended here (`_AsTheService`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import http.server
@@ -16,13 +14,11 @@ import re
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 
-def variables(port: int) -> dict[str, str]:
+def variables(port):
     """What makes each client of a process ask the emulator: gcsfs and orbax's own, tensorstore."""
     address = f"http://localhost:{port}"
     return {
@@ -35,7 +31,7 @@ def variables(port: int) -> dict[str, str]:
     }
 
 
-def clients(host: int = 0) -> dict[str, str]:
+def clients(host=0):
     """The same of this process, for one that it starts. What its tensorstore asks for begins with
     "/hostI", by which the bucket can refuse one host something."""
     own = {name: os.environ[name] for name in variables(0)}
@@ -46,12 +42,12 @@ def clients(host: int = 0) -> dict[str, str]:
 class Bucket(str):
     """The name of the bucket, and the requests that it shall refuse."""
 
-    def __init__(self, name: str) -> None:
-        self._refused: re.Pattern[str] | None = None
+    def __init__(self, name):
+        self._refused = None
         self._status, self._times = 0, 0.0
 
     @contextlib.contextmanager
-    def refusing(self, request: str, status: int, times: float = math.inf) -> Iterator[None]:
+    def refusing(self, request, status, times=math.inf):
         """While it is open, answers with ``status`` what matches: a pattern of "PUT PATH?QUERY".
 
         Args:
@@ -63,7 +59,7 @@ class Bucket(str):
         finally:
             self._refused = None
 
-    def refusal(self, request: str) -> int | None:
+    def refusal(self, request):
         """Returns the status with which a request is refused."""
         if self._refused is None or not self._times or not self._refused.search(request):
             return None
@@ -72,7 +68,7 @@ class Bucket(str):
 
 
 @pytest.fixture(scope="session")
-def bucket() -> Iterator[Bucket]:
+def bucket():
     """An empty bucket, told to every process that is started from here on."""
     pytest.importorskip("gcp_storage_emulator")
     bucket = Bucket("gs://bucket")
@@ -95,17 +91,17 @@ class _Server(http.server.ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), ConnectionError):  # a client that was killed
             super().handle_error(request, client_address)
 
 
-def _started(bucket: Bucket) -> _Server:
+def _started(bucket):
     from gcp_storage_emulator.handlers import buckets
     from gcp_storage_emulator.storage import Storage
 
     class InMemory(Storage):
-        def _write_config_to_file(self) -> None:
+        def _write_config_to_file(self):
             """Does not write all that there is as JSON at each change, as the emulator does."""
 
     storage = InMemory(use_memory_fs=True)
@@ -118,7 +114,7 @@ def _started(bucket: Bucket) -> _Server:
     return server
 
 
-def _as_the_service() -> type:
+def _as_the_service():
     from gcp_storage_emulator.server import RequestHandler
 
     class AsTheService(RequestHandler):
@@ -133,13 +129,11 @@ def _as_the_service() -> type:
           came as the whole object.
         """
 
-        def __init__(
-            self, storage: Any, bucket: Bucket, lock: threading.Lock, *arguments: Any
-        ) -> None:
+        def __init__(self, storage, bucket, lock, *arguments):
             self._bucket, self._lock, self._generation = bucket, lock, 0
             super().__init__(storage, *arguments)
 
-        def _answer(self, answer: Any) -> None:
+        def _answer(self, answer):
             length = int(self.headers.get("Content-Length") or 0)
             if length:
                 content = self.rfile.read(length)
@@ -159,7 +153,7 @@ def _as_the_service() -> type:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def _current_generation(self) -> int:
+        def _current_generation(self):
             """That of the object which the request names; 0 where there is none."""
             url = urllib.parse.urlsplit(self.path)
             match = re.search(r"/b/([^/]+)/o(?:/(.+))?$", url.path)
@@ -169,7 +163,7 @@ def _as_the_service() -> type:
             name = urllib.parse.unquote(match[2]) if match[2] else name
             return int(self.storage.objects.get(match[1], {}).get(name, {}).get("generation", 0))
 
-        def _precondition(self) -> int | None:
+        def _precondition(self):
             query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
             for wanted in query.get("ifGenerationMatch", []):
                 if int(wanted) != self._generation:
@@ -179,24 +173,24 @@ def _as_the_service() -> type:
                     return 304 if self.command == "GET" else 412
             return None
 
-        def end_headers(self) -> None:
+        def end_headers(self):
             if self.command == "GET" and self._generation:
                 self.send_header("x-goog-generation", str(self._generation))
             super().end_headers()
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self._answer(super().do_GET)
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             self._answer(super().do_POST)
 
-        def do_PUT(self) -> None:
+        def do_PUT(self):
             self._answer(super().do_PUT)
 
-        def do_PATCH(self) -> None:
+        def do_PATCH(self):
             self._answer(super().do_PATCH)
 
-        def do_DELETE(self) -> None:
+        def do_DELETE(self):
             self._answer(super().do_DELETE)
 
     return AsTheService

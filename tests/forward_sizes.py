@@ -1,8 +1,5 @@
 """Forwards of few sizes, and small chunks of prompts, so that a program compiles soon."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -13,14 +10,14 @@ from wedlm_jax.engine.settings import CHUNK_TOKENS
 _USUAL_GRID, _USUAL_CHUNK = spans._grid, CHUNK_TOKENS["cpu"]
 
 
-def one_size() -> None:
+def one_size():
     """Engines that this process makes from now on compute 32 tokens at once."""
     spans._grid = lambda *_: [32]
     CHUNK_TOKENS["cpu"] = 16
 
 
 @contextmanager
-def two_sizes() -> Iterator[None]:
+def two_sizes():
     """Engines that are compiled in here compute 8 tokens at once, or 32."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "_grid", lambda *_: [8, 32])
@@ -28,7 +25,7 @@ def two_sizes() -> Iterator[None]:
 
 
 @contextmanager
-def usual_sizes() -> Iterator[None]:
+def usual_sizes():
     """Engines that are compiled in here have the sizes that users get."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spans, "_grid", _USUAL_GRID)

@@ -8,8 +8,6 @@ A process of its own, since a peak is the process's. SOURCE is removed when it h
 Linux only: the peak is that of the kernel, which unlike `getrusage` forgets the parent's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -26,13 +24,13 @@ from wedlm_jax.model.quantization import rounded_alone
 from wedlm_jax.sharding import make_mesh
 
 
-def memory(field: str) -> int:
+def memory(field):
     """Bytes: "VmRSS" is what is resident now, "VmHWM" the most that ever was."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
-def main(source: Path, destination: Path, shard_bytes: int) -> None:
+def main(source, destination, shard_bytes):
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     jnp.zeros(8).block_until_ready()
@@ -50,7 +48,7 @@ def main(source: Path, destination: Path, shard_bytes: int) -> None:
     print(json.dumps(facts))
 
 
-def import_rounded(source: Path, quantization: str) -> None:
+def import_rounded(source, quantization):
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = make_mesh({"tensor": 8})
     # What rounding takes besides is compiled before.

@@ -4,8 +4,6 @@ as there are destinations.
 python -m tests.hf_process INDEX PORT SOURCE DESTINATION ...
 """
 
-from __future__ import annotations
-
 import sys
 
 import jax
@@ -16,7 +14,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import make_mesh
 
 
-def main(index: int, port: int, source: str, *destinations: str) -> None:
+def main(index, port, source, *destinations):
     jax.config.update("jax_num_cpu_devices", 2)
     wedlm_jax.checkpoint.model.PIECE_BYTES = 200  # so that matrices take several
     jax.distributed.initialize(f"localhost:{port}", 2, index)

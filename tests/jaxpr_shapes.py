@@ -1,18 +1,13 @@
 """The shapes of every array that a traced function computes, loops and calls included."""
 
-from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-
-def shapes_in(jaxpr: Any) -> Iterator[tuple[int, ...]]:
+def shapes_in(jaxpr):
     """Shapes of all inputs and results, in nested jaxprs too."""
     for array in arrays_in(jaxpr):
         yield array.shape
 
 
-def arrays_in(jaxpr: Any) -> Iterator[Any]:
+def arrays_in(jaxpr):
     """Abstract values of all inputs and results that have a shape."""
     for variable in (*jaxpr.invars, *jaxpr.constvars):
         yield variable.aval
@@ -22,7 +17,7 @@ def arrays_in(jaxpr: Any) -> Iterator[Any]:
                 yield variable.aval
 
 
-def equations_in(jaxpr: Any) -> Iterator[Any]:
+def equations_in(jaxpr):
     """All equations, in nested jaxprs too."""
     for equation in jaxpr.eqns:
         yield equation

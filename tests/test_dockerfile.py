@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,23 +32,23 @@ class Step:
     text: str
 
 
-def steps() -> list[Step]:
+def steps():
     lines = [line for line in FILE.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [Step(*line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
 
 
-def last(name: str) -> str:
+def last(name):
     return [step.text for step in steps() if step.name == name][-1]
 
 
-def copies() -> list[tuple[list[str], str]]:
+def copies():
     """What is copied from the project, and whereto."""
     some = [step.text.split() for step in steps() if step.name == "COPY"]
     return [(words[:-1], words[-1]) for words in some if not words[0].startswith("--from")]
 
 
-def test_the_linter_finds_nothing() -> None:
+def test_the_linter_finds_nothing():
     linter = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if linter is None:
         pytest.skip("hadolint is not installed")
@@ -57,7 +56,7 @@ def test_the_linter_finds_nothing() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout
 
 
-def test_it_runs_as_no_root_serves_by_default_and_names_no_package_index() -> None:
+def test_it_runs_as_no_root_serves_by_default_and_names_no_package_index():
     assert last("USER") == "1000"
     assert json.loads(last("ENTRYPOINT")) == ["wedlm"]
     assert json.loads(last("CMD")) == ["serve"]
@@ -66,7 +65,7 @@ def test_it_runs_as_no_root_serves_by_default_and_names_no_package_index() -> No
     assert "index" not in text
 
 
-def test_what_is_copied_is_there_and_nothing_else_is_sent_to_the_builder() -> None:
+def test_what_is_copied_is_there_and_nothing_else_is_sent_to_the_builder():
     wanted = {path for sources, _ in copies() for path in sources}
     assert all((ROOT / path).exists() for path in wanted)
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -74,7 +73,7 @@ def test_what_is_copied_is_there_and_nothing_else_is_sent_to_the_builder() -> No
     assert {line[1:] for line in ignored if line.startswith("!")} == wanted
 
 
-def test_its_extras_are_those_of_the_package() -> None:
+def test_its_extras_are_those_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (run,) = [step.text for step in steps() if "pip install" in step.text]
     named = re.search(r'"\.\[([\w,]+)\$\{extras\}\]"', run)
@@ -90,23 +89,23 @@ def test_its_extras_are_those_of_the_package() -> None:
 class Healthy(http.server.BaseHTTPRequestHandler):
     status = 200
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self.send_response(self.status if self.path == HEALTH else 404)
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
+def port():
     with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server.server_port
         server.shutdown()
 
 
-def healthy(port: int) -> bool:
+def healthy(port):
     check = json.loads(last("HEALTHCHECK").partition("CMD")[2])
     assert check[0] == "python"
     environment = os.environ | {"WEDLM_PORT": str(port)}
@@ -114,7 +113,7 @@ def healthy(port: int) -> bool:
     return subprocess.run(command, env=environment, capture_output=True).returncode == 0
 
 
-def test_the_health_check_asks_the_server(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_health_check_asks_the_server(port, monkeypatch):
     assert healthy(port)
     monkeypatch.setattr(Healthy, "status", 503)
     assert not healthy(port)
@@ -127,7 +126,7 @@ class Image:
     All stages have the same one: what a stage copies from an earlier one has that place already.
     """
 
-    def __init__(self, folder: Path, arguments: dict[str, str]):
+    def __init__(self, folder, arguments):
         self.folder, self.given = folder, arguments
         self.workdir = folder
         self.called = folder / "useradd-called"
@@ -140,11 +139,11 @@ class Image:
         kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         self.environment = kept | {"HOME": str(folder), "PATH": f"{programs}:{os.defpath}"}
 
-    def inside(self, text: str) -> str:
+    def inside(self, text):
         """Returns a text whose absolute paths lead into the folder."""
         return re.sub(r"(?<![\w./])/(?=(?:opt|src|home)\b)", f"{self.folder}/", text)
 
-    def follow(self, step: Step) -> None:
+    def follow(self, step):
         if step.name == "ARG" and "=" in step.text:
             name, _, default = step.text.partition("=")
             self.environment[name] = self.given.get(name, default)
@@ -163,20 +162,20 @@ class Image:
             done = self.run("/bin/sh", "-c", self.inside(step.text))
             assert done.returncode == 0, done.stderr
 
-    def copy(self, source: Path, target: Path) -> None:
+    def copy(self, source, target):
         if source.is_dir():
             without = shutil.ignore_patterns("__pycache__", "*.pyc")
             shutil.copytree(source, target, ignore=without)
         else:
             shutil.copy(source, target / source.name)
 
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *command):
         return subprocess.run(
             command, cwd=self.workdir, env=self.environment, capture_output=True, text=True
         )
 
 
-def test_an_accelerator_that_there_is_not_is_refused(tmp_path: Path) -> None:
+def test_an_accelerator_that_there_is_not_is_refused(tmp_path):
     image = Image(tmp_path, {"ACCELERATOR": "gpu"})
     image.follow(Step("ARG", "ACCELERATOR=cpu"))
     (install,) = [step for step in steps() if "pip install" in step.text]
@@ -185,7 +184,7 @@ def test_an_accelerator_that_there_is_not_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_its_steps_make_an_image_that_decodes(tmp_path: Path) -> None:
+def test_its_steps_make_an_image_that_decodes(tmp_path):
     image = Image(tmp_path, {})
     for step in steps():
         image.follow(step)

@@ -3,12 +3,9 @@
 Figures of the paper's authors' own code; see tests/goldens/README.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,6 @@ from tests.forward_sizes import two_sizes, usual_sizes
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.model import Transformer
 
 GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINTS = ("qwen2_style", "qwen3_style")
@@ -42,13 +38,13 @@ Decoder = tuple[list[dict[str, Any]], Engine]
 
 
 @pytest.fixture(scope="class")
-def compiled_as_for_users() -> Iterator[None]:
+def compiled_as_for_users():
     """The other tests do without LLVM's expensive passes and XLA's newer emitters; see
     conftest.py."""
     name = "jax_disable_most_optimizations"
     before, options_of = jax.config.values[name], compiler.get_compile_options
 
-    def with_emitters(*arguments: Any, env_options_overrides: Any = None, **others: Any) -> Any:
+    def with_emitters(*arguments, env_options_overrides=None, **others):
         flags = dict(env_options_overrides or {})
         if "xla_cpu_use_fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
             flags["xla_cpu_use_fusion_emitters"] = True
@@ -67,12 +63,12 @@ full = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, Transformer]:
+def models():
     return {name: load_checkpoint(GOLDENS / name, dtype=jnp.float32) for name in CHECKPOINTS}
 
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
-def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> Decoder:
+def decoder(request, models):
     """The cases of a checkpoint, and one engine for all of them.
 
     The engine is as wide as the widest case, so that it compiles once; each sequence decodes with
@@ -97,16 +93,16 @@ def decoder(request: pytest.FixtureRequest, models: dict[str, Transformer]) -> D
     return cases, engine
 
 
-def counted(result: dict[str, Any]) -> dict[str, Any]:
+def counted(result):
     return {name: result[name] for name in COUNTS}
 
 
-def test_all_cases_are_here() -> None:
+def test_all_cases_are_here():
     assert sum(map(len, DECODE_CASES.values())) == 48
     assert len(list(GOLDENS.glob("*/train_case_*.npz"))) == len(TRAIN_CASES)
 
 
-def test_decodes_one_by_one(decoder: Decoder) -> None:
+def test_decodes_one_by_one(decoder):
     cases, engine = decoder
     for i, golden in enumerate(cases):
         (result,) = engine.decode([as_decode_case(golden).request(i)])
@@ -114,7 +110,7 @@ def test_decodes_one_by_one(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_decodes_in_any_order(decoder: Decoder, seed: int) -> None:
+def test_decodes_in_any_order(decoder, seed):
     """Requests in random order, at places and in pages that others have left, their prompts
     computed in chunks and their prefixes reused."""
     cases, engine = decoder
@@ -125,7 +121,7 @@ def test_decodes_in_any_order(decoder: Decoder, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_traces(models: dict[str, Transformer], name: str) -> None:
+def test_traces(models, name):
     traced = [golden for golden in DECODE_CASES[name] if "trace" in golden]
     assert len(traced) == 3
     for golden in traced:
@@ -139,7 +135,7 @@ def test_traces(models: dict[str, Transformer], name: str) -> None:
         for case in TRAIN_CASES
     ],
 )
-def test_training_batch(models: dict[str, Transformer], name: str, i: int) -> None:
+def test_training_batch(models, name, i):
     """Packed arrays, logits, losses, and the gradient norm of every parameter."""
     with np.load(GOLDENS / name / f"train_case_{i}.npz") as file:
         golden = dict(file)
@@ -155,23 +151,23 @@ of_each = pytest.mark.parametrize("name", [pytest.param("qwen2_style", marks=ful
 @pytest.mark.usefixtures("compiled_as_for_users")
 class TestAsUsersCompile:
     @of_each
-    def test_forward_logits(self, models: dict[str, Transformer], name: str) -> None:
+    def test_forward_logits(self, models, name):
         assert check_forward(models[name], GOLDENS / name / "forward.npz") is None
 
     @of_each
-    def test_decodes_as_one_mixed_batch(self, models: dict[str, Transformer], name: str) -> None:
+    def test_decodes_as_one_mixed_batch(self, models, name):
         cases = DECODE_CASES[name]
         results = decode_cases(models[name], [as_decode_case(golden) for golden in cases])
         assert [counted(result) for result in results] == [counted(golden) for golden in cases]
 
     @full
     @pytest.mark.parametrize(("name", "i"), [("qwen2_style", 0), ("qwen3_style", 0)])
-    def test_training_batch(self, models: dict[str, Transformer], name: str, i: int) -> None:
+    def test_training_batch(self, models, name, i):
         test_training_batch(models, name, i)
 
 
 @pytest.fixture
-def small_copy(tmp_path: Path) -> Path:
+def small_copy(tmp_path):
     """One checkpoint with its forward and three decode cases that compile fast."""
     source, copy = GOLDENS / "qwen2_style", tmp_path / "goldens" / "qwen2_style"
     copy.mkdir(parents=True)
@@ -182,14 +178,12 @@ def small_copy(tmp_path: Path) -> Path:
     return copy
 
 
-def misses(output: str) -> list[str]:
+def misses(output):
     return [line.split(":")[0] for line in output.splitlines() if line.startswith("MISS")]
 
 
 @full
-def test_the_command_finds_each_corrupted_figure(
-    small_copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_finds_each_corrupted_figure(small_copy, capsys):
     with np.load(small_copy / "forward.npz") as file:
         forward = dict(file)
     forward["logits"][0, 3, 5] += 3e-4
@@ -216,7 +210,7 @@ def test_the_command_finds_each_corrupted_figure(
 
 
 @pytest.mark.full
-def test_a_corrupted_training_figure_is_a_miss(models: dict[str, Transformer]) -> None:
+def test_a_corrupted_training_figure_is_a_miss(models):
     with np.load(GOLDENS / "qwen2_style" / "train_case_0.npz") as file:
         golden = dict(file)
     golden["ar_loss"] = golden["ar_loss"] * (1 + 3e-5)
@@ -229,9 +223,7 @@ def test_a_corrupted_training_figure_is_a_miss(models: dict[str, Transformer]) -
     assert missed == ["case packed arrays", "case ar_loss", f"case {norm}"]
 
 
-def test_the_command_says_one_sentence_on_a_missing_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_says_one_sentence_on_a_missing_folder(tmp_path, capsys):
     missing = tmp_path / "nowhere"
     assert check_goldens.main([str(missing)]) == 2
     output = capsys.readouterr().out

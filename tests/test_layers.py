@@ -1,11 +1,8 @@
 """Who imports whom: the library knows neither job, and the jobs not each other. How large files
 may be, and that each has tests."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ COMMAND = ROOT / "wedlm_jax" / "__main__.py"
 """The one file that knows all."""
 
 
-def imported(file: Path) -> Iterator[str]:
+def imported(file):
     """Top-level names of the packages that a file imports, anywhere in it."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -35,14 +32,14 @@ def imported(file: Path) -> Iterator[str]:
         ("infer", {"train", "benchmarks"}),
     ],
 )
-def test_packages_do_not_import_each_other(package: str, others: set[str]) -> None:
+def test_packages_do_not_import_each_other(package, others):
     files = [file for file in (ROOT / package).rglob("*.py") if file != COMMAND]
     assert len(files) > 20
     wrong = {str(file.relative_to(ROOT)): others & set(imported(file)) for file in files}
     assert {file: names for file, names in wrong.items() if names} == {}
 
 
-def imported_files(file: Path) -> Iterator[Path]:
+def imported_files(file):
     """The project's files that a file imports by name, anywhere in it."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -56,12 +53,12 @@ def imported_files(file: Path) -> Iterator[Path]:
                 yield from [path] if path.is_file() else []
 
 
-def test_no_circle_of_imports() -> None:
+def test_no_circle_of_imports():
     """Counts imports under `TYPE_CHECKING` and inside functions, too."""
     files = [file for package in FOLDERS for file in (ROOT / package).rglob("*.py")]
     graph = {file: set(imported_files(file)) for file in files}
 
-    def reached(start: Path) -> set[Path]:
+    def reached(start):
         found, todo = set(), [start]
         while todo:
             for file in graph.get(todo.pop(), set()) - found:
@@ -73,7 +70,7 @@ def test_no_circle_of_imports() -> None:
     assert [str(file.relative_to(ROOT)) for file in files if file in reached(file)] == []
 
 
-def test_what_a_forward_does_knows_nothing_of_who_decodes_when() -> None:
+def test_what_a_forward_does_knows_nothing_of_who_decodes_when():
     engine = ROOT / "wedlm_jax" / "engine"
     files = (ROOT / "wedlm_jax" / "decode").glob("*.py")
     assert [
@@ -81,13 +78,13 @@ def test_what_a_forward_does_knows_nothing_of_who_decodes_when() -> None:
     ] == []
 
 
-def test_files_are_small() -> None:
+def test_files_are_small():
     files = [file for name in (*FOLDERS, "tests") for file in (ROOT / name).rglob("*.py")]
     long = {file: len(file.read_text(encoding="utf-8").splitlines()) for file in files}
     assert {str(file.relative_to(ROOT)): n for file, n in long.items() if n > 600} == {}
 
 
-def test_every_module_has_tests() -> None:
+def test_every_module_has_tests():
     """One of its name, one that imports it or what it is a part of in its folder, or one that its
     docstring names."""
     files = [file for package in FOLDERS for file in (ROOT / package).rglob("*.py")]
@@ -108,5 +105,5 @@ def test_every_module_has_tests() -> None:
     assert sorted(str(file.relative_to(ROOT)) for file in modules - found) == []
 
 
-def docstring(file: Path) -> str:
+def docstring(file):
     return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""

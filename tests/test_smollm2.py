@@ -5,8 +5,6 @@ from the text, a chat through the server, a job, and a finetune that ends in tra
 command.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -25,8 +23,6 @@ from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.open import find_model
-from wedlm_jax.completion import Completion
-from wedlm_jax.model import Transformer
 from wedlm_jax.text import TextCodec
 
 ROOT = Path(__file__).parents[1]
@@ -43,11 +39,11 @@ SIZES = {"max_model_len": 256, "max_batch_size": 2}
 
 
 @pytest.fixture(scope="session")
-def folder() -> Path:
+def folder():
     return find_model("smollm2")
 
 
-def test_the_checkpoint_is_whole(folder: Path) -> None:
+def test_the_checkpoint_is_whole(folder):
     config = HFCheckpoint(folder).config
     assert (config.model_type, config.num_hidden_layers) == ("llama", 30)
     assert config.num_parameters() == 134_515_008
@@ -57,7 +53,7 @@ def test_the_checkpoint_is_whole(folder: Path) -> None:
 
 
 @pytest.mark.full
-def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder: Path) -> None:
+def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,7 +74,7 @@ def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder:
         assert ours == tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
-def test_next_tokens_of_a_chat_are_those_of_transformers(folder: Path) -> None:
+def test_next_tokens_of_a_chat_are_those_of_transformers(folder):
     """Of one forward over a conversation, the engine left out: its programs for a real model take a
     while to compile."""
     torch = pytest.importorskip("torch")
@@ -98,7 +94,7 @@ def test_next_tokens_of_a_chat_are_those_of_transformers(folder: Path) -> None:
         expected = theirs(torch.from_numpy(tokens)).logits[0].numpy()
 
     @jax.jit
-    def forward(model: Transformer, tokens: jax.Array) -> jax.Array:
+    def forward(model, tokens):
         positions = jnp.arange(tokens.shape[1])[None]
         return model.logits(model(tokens, positions, CausalMask()))[0]
 
@@ -109,20 +105,18 @@ def test_next_tokens_of_a_chat_are_those_of_transformers(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
+def llm(folder):
     return LLM(folder, **SIZES)
 
 
 @pytest.fixture(scope="module")
-def answers(llm: LLM) -> list[Completion]:
+def answers(llm):
     """Greedy answers, with drafts from the text."""
     chats = [[{"role": "user", "content": prompt}] for prompt in (*PROMPTS, EDIT)]
     return llm.chat(chats, SamplingParams(max_tokens=40, draft="lookup"))
 
 
-def test_greedy_answers_are_those_of_transformers(
-    folder: Path, llm: LLM, answers: list[Completion]
-) -> None:
+def test_greedy_answers_are_those_of_transformers(folder, llm, answers):
     """Each token is the most likely one by transformers, or ties with it."""
     torch = pytest.importorskip("torch")
     import transformers
@@ -138,14 +132,14 @@ def test_greedy_answers_are_those_of_transformers(
         assert (logits.max(-1) - chosen).max() < TIE
 
 
-def test_a_repetition_takes_fewer_forwards_than_tokens(answers: list[Completion]) -> None:
+def test_a_repetition_takes_fewer_forwards_than_tokens(answers):
     edit = answers[-1]
     assert "The old mill stands by the river." in edit.text
     assert edit.num_forwards < 0.7 * len(edit.token_ids)
     assert all(one.num_forwards <= len(one.token_ids) for one in answers)
 
 
-def test_a_chat_through_the_server(llm: LLM, answers: list[Completion]) -> None:
+def test_a_chat_through_the_server(llm, answers):
     message = {"role": "user", "content": PROMPTS[0]}
     body = {"messages": [message], "max_tokens": 40, "draft": "lookup"}
     with running_server(llm) as server:
@@ -153,7 +147,7 @@ def test_a_chat_through_the_server(llm: LLM, answers: list[Completion]) -> None:
     assert answer["choices"][0]["message"]["content"] == answers[0].text
 
 
-def test_a_job(tmp_path: Path, answers: list[Completion]) -> None:
+def test_a_job(tmp_path, answers):
     chats = [[{"role": "user", "content": prompt}] for prompt in (*PROMPTS, EDIT)]
     file, output = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
@@ -165,7 +159,7 @@ def test_a_job(tmp_path: Path, answers: list[Completion]) -> None:
 
 
 @pytest.mark.full
-def test_a_finetune_of_a_few_steps_ends_in_transformers(folder: Path, tmp_path: Path) -> None:
+def test_a_finetune_of_a_few_steps_ends_in_transformers(folder, tmp_path):
     chats, rows, run = tmp_path / "chats.jsonl", tmp_path / "rows", tmp_path / "run"
     turns = [("user", "Who made the moon?"), ("assistant", "A smith called Anders Holm.")]
     chat = {"messages": [{"role": role, "content": text} for role, text in turns]}

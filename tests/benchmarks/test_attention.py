@@ -1,7 +1,5 @@
 """Backends of attention, compiled and timed on small rows; and a benchmark as a command."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -16,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
-def test_backends_of_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_backends_of_attention(tmp_path, capsys):
     output = tmp_path / "attention.json"
     arguments = "--lengths 64 128 --time-up-to 64 --heads 4 --head-dim 8 "
     arguments += f"--attention dense streams --passes 2 --output {output}"
@@ -44,12 +42,12 @@ def test_backends_of_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("--heads 6 --kv-heads 4", "multiple of --kv-heads"),
     ],
 )
-def test_bad_options_are_refused(arguments: str, says: str) -> None:
+def test_bad_options_are_refused(arguments, says):
     with pytest.raises(InputError, match=says):
         main(arguments.split())
 
 
-def test_as_a_command_a_refusal_is_a_sentence_and_status_2() -> None:
+def test_as_a_command_a_refusal_is_a_sentence_and_status_2():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.attention", "--lengths", "100"],
         cwd=ROOT,

@@ -1,12 +1,8 @@
 """What is measured of decoding, on a tiny checkpoint: what is compared decodes the same work, and
 what is counted is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +17,13 @@ import wedlm_jax.engine.settings
 from benchmarks.chunks import CHUNK, products_of
 from benchmarks.options import SHAPES
 from benchmarks.work import mixed
-from infer.bench.subject import Subject, load_subject
+from infer.bench.subject import load_subject
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions(tmp_path_factory):
     path = tmp_path_factory.mktemp("questions") / "heldout.jsonl"
     rows = [
         {"regime": regime, "kind": "k", "prompt": f"{i} +", "answer": "2", "match": match}
@@ -39,17 +35,17 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def subject(checkpoint: Path) -> Subject:
+def subject(checkpoint):
     return load_subject({"model": str(checkpoint), "dtype": "float32"})
 
 
-def figures(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def figures(path):
+    result = json.loads(path.read_text(encoding="utf-8"))
     assert result.pop("machine")["jax"] == jax.__version__
     return result
 
 
-def test_the_work_is_the_same_every_time(subject: Subject, questions: Path) -> None:
+def test_the_work_is_the_same_every_time(subject, questions):
     regimes = read_questions(questions)
     work = mixed(subject, regimes, 24, "verified")
     assert work == mixed(subject, regimes, 24, "verified")
@@ -61,9 +57,7 @@ def test_the_work_is_the_same_every_time(subject: Subject, questions: Path) -> N
 
 
 @pytest.mark.full
-def test_a_forward_is_compared_with_its_products(
-    checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_is_compared_with_its_products(checkpoint, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_ONE", 4)
     monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_MANY", 2)
     monkeypatch.setattr(benchmarks.floor, "PROMPTS", 2)
@@ -95,14 +89,14 @@ def test_a_forward_is_compared_with_its_products(
         assert request["less a decode forward"] == pytest.approx(ms)
 
 
-def test_the_products_are_those_of_the_layers(subject: Subject) -> None:
+def test_the_products_are_those_of_the_layers(subject):
     """One turn against the same products in NumPy."""
     engine = subject.engine(0, 1)
     x = np.linspace(-0.1, 0.1, 3 * 32, dtype=np.float32).reshape(3, 32)
     layer, head = subject.model.layers[0], subject.model.head_matrix()
     a, mlp = layer.self_attn, layer.mlp
 
-    def through(x: np.ndarray, *linears: Any) -> list[np.ndarray]:
+    def through(x, *linears):
         return [x @ np.asarray(linear.weight[...]).T for linear in linears]
 
     q, k, v = through(x, a.q_proj, a.k_proj, a.v_proj)
@@ -114,9 +108,7 @@ def test_the_products_are_those_of_the_layers(subject: Subject) -> None:
     np.testing.assert_allclose(logits, y @ np.asarray(head).T, rtol=2e-4, atol=2e-5)
 
 
-def test_gaps_between_bursts(
-    checkpoint: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.gaps, "SHORTEST", 0.0)
     monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward a burst
     output = tmp_path / "gaps.json"
@@ -137,7 +129,7 @@ def test_gaps_between_bursts(
 
 
 @pytest.mark.full
-def test_pages_and_memory(checkpoint: Path, questions: Path, tmp_path: Path) -> None:
+def test_pages_and_memory(checkpoint, questions, tmp_path):
     output = tmp_path / "pages.json"
     arguments = f"--model {checkpoint} --questions {questions} --batch-size 4 "
     arguments += f"--window-size 0 --output {output}"
@@ -150,7 +142,7 @@ def test_pages_and_memory(checkpoint: Path, questions: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt(tmp_path, monkeypatch):
     monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 128)
     small = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1, vocab_size=64)
     monkeypatch.setitem(SHAPES, "embedded", small)
@@ -167,7 +159,7 @@ def test_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quiet < busy <= cost["the longest meanwhile, ms"]
 
 
-def test_products_of_a_chunk_by_counting() -> None:
+def test_products_of_a_chunk_by_counting():
     config = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1)
     seen = sum(100 + place + 1 for place in range(CHUNK))
     attention = seen * 4 * 32 * 2  # scores, and values weighed by them
@@ -176,7 +168,7 @@ def test_products_of_a_chunk_by_counting() -> None:
 
 
 @pytest.mark.full
-def test_a_shape_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_without_a_checkpoint(tmp_path, monkeypatch):
     small = dataclasses.replace(
         SHAPES["qwen3-0.6b"],
         num_hidden_layers=1,
@@ -204,6 +196,6 @@ def test_a_shape_without_a_checkpoint(tmp_path: Path, monkeypatch: pytest.Monkey
         (benchmarks.pages.main, "--output /no/such/pages.json", "no such folder"),
     ],
 )
-def test_bad_options_are_refused(main: Any, arguments: str, says: str) -> None:
+def test_bad_options_are_refused(main, arguments, says):
     with pytest.raises(InputError, match=says):
         main(arguments.split())

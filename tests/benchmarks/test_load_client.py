@@ -1,26 +1,23 @@
 """Clients against a server that answers by the book: what is heard, and who goes away."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
-from benchmarks.load_client import Ask, Heard, ask_all
+from benchmarks.load_client import Ask, ask_all
 
 REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 
 
-def event(data: dict[str, Any]) -> bytes:
+def event(data):
     line = b"data: " + json.dumps(data).encode() + b"\n\n"
     return b"%x\r\n%b\r\n" % (len(line), line)
 
 
-def choice(token_ids: list[int], finish_reason: str | None = None) -> dict[str, Any]:
+def choice(token_ids, finish_reason=None):
     return {"choices": [{"token_ids": token_ids, "finish_reason": finish_reason}]}
 
 
-async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def answer(reader, writer):
     """Says the prompt in pieces of two tokens, request by request, until the client leaves."""
     try:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -42,15 +39,15 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
         writer.close()
 
 
-def heard_from(asks: list[Ask], clients: int) -> tuple[list[Heard], int]:
+def heard_from(asks, clients):
     """What the clients heard, and over how many connections."""
     connections = []
 
-    async def counted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def counted(reader, writer):
         connections.append(writer)
         await answer(reader, writer)
 
-    async def run() -> list[Heard]:
+    async def run():
         async with await asyncio.start_server(counted, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             heard, seconds = await ask_all(port, asks, clients)
@@ -60,7 +57,7 @@ def heard_from(asks: list[Ask], clients: int) -> tuple[list[Heard], int]:
     return asyncio.run(run()), len(connections)
 
 
-def test_every_answer_is_heard_in_its_place_over_connections_that_stay() -> None:
+def test_every_answer_is_heard_in_its_place_over_connections_that_stay():
     prompts = [list(range(1, 2 + number)) for number in range(8)]
     heard, connections = heard_from([Ask({"prompt": prompt}) for prompt in prompts], clients=3)
     assert [one.token_ids for one in heard] == prompts
@@ -70,7 +67,7 @@ def test_every_answer_is_heard_in_its_place_over_connections_that_stay() -> None
     assert connections == 3
 
 
-def test_who_goes_away_has_heard_a_part_and_comes_back_over_another_connection() -> None:
+def test_who_goes_away_has_heard_a_part_and_comes_back_over_another_connection():
     asks = [Ask({"prompt": [1, 2, 3, 4, 5]}, leave_after=3), Ask({"prompt": [6]})]
     (left, stayed), connections = heard_from(asks, clients=1)
     assert (left.token_ids, left.finish_reason, left.error) == ([1, 2, 3, 4], None, None)
@@ -78,7 +75,7 @@ def test_who_goes_away_has_heard_a_part_and_comes_back_over_another_connection()
     assert connections == 2
 
 
-def test_refusals_and_errors_are_told() -> None:
+def test_refusals_and_errors_are_told():
     (refused, broken), _ = heard_from([Ask({"prompt": []}), Ask({"prompt": [9]})], clients=1)
     assert refused.error is not None
     assert refused.error.startswith("HTTP/1.1 400")

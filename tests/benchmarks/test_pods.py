@@ -1,7 +1,5 @@
 """Recipes on pods: which programs are compiled, and what is told of those that are not."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -10,17 +8,16 @@ import pytest
 from benchmarks import pods
 from benchmarks.pods import PodStep, compare_pods, pod_table
 from tests.train.test_compile_only import STEP
-from train.compile_only import CompiledStep
-from train.recipe.config import TrainConfig, load_config
+from train.recipe.config import load_config
 from wedlm_jax.errors import InputError
 
 RECIPE = str(Path(__file__).parents[2] / "configs" / "wedlm_8b.yaml")
 
 
-def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[tuple[str, int, int, int, int]] = []
+def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch):
+    compiled = []
 
-    def compile_step(config: TrainConfig, topology: str) -> CompiledStep:
+    def compile_step(config, topology):
         sizes = config.row_length, config.rows, config.accumulation
         compiled.append((topology, *sizes, config.mesh.data))
         if config.row_length == 8192:
@@ -46,10 +43,10 @@ def test_every_pod_takes_as_many_tokens_a_slice(monkeypatch: pytest.MonkeyPatch)
     }
 
 
-def test_chips_may_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[TrainConfig] = []
+def test_chips_may_share_a_row(monkeypatch):
+    compiled = []
 
-    def compile_step(config: TrainConfig, topology: str) -> CompiledStep:
+    def compile_step(config, topology):
         compiled.append(config)
         return STEP
 
@@ -63,15 +60,13 @@ def test_chips_may_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     ("recipe", "topology", "says"),
     [("no.yaml", "v5p:4x4x4", "no.yaml"), (RECIPE, "v5p-128", "v5p-128")],
 )
-def test_nothing_is_compiled_where_one_cannot_be(
-    monkeypatch: pytest.MonkeyPatch, recipe: str, topology: str, says: str
-) -> None:
+def test_nothing_is_compiled_where_one_cannot_be(monkeypatch, recipe, topology, says):
     monkeypatch.setattr(pods, "compile_step", lambda *_: pytest.fail("compiled"))
     with pytest.raises(InputError, match=says):
         list(compare_pods([RECIPE, recipe], ["v5p:4x4x4", topology], [4096], {}))
 
 
-def test_the_table_is_markdown() -> None:
+def test_the_table_is_markdown():
     pods = [
         PodStep("wedlm_8b", "v5p:2x2x1", 4096, 64, 8, STEP),
         PodStep("wedlm_7b", "v5e:2x4", 4096, 8, 64, None, "it does not fit"),
@@ -95,7 +90,7 @@ def test_the_table_is_markdown() -> None:
     assert "it does not fit" in cells[3]
 
 
-def test_the_recipe_says_what_the_table_says_of_its_pod() -> None:
+def test_the_recipe_says_what_the_table_says_of_its_pod():
     root = Path(__file__).parents[2]
     table = (root / "docs" / "compile-report.md").read_text(encoding="utf-8")
     [line] = [x for x in table.splitlines() if x.startswith("| wedlm_8b | v5p:4x4x8 |")]

@@ -21,11 +21,10 @@ from benchmarks.step import (
     timed_by_turns,
 )
 from tests.examples.training import BLOCK, TINY, packed, random_sample, tiny_transformer
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 
 
-def some_rows() -> PackedRows:
+def some_rows():
     """Two samples and padding; a prompt; nothing at all."""
     random = np.random.default_rng(0)
     full = [random_sample(random, 13), random_sample(random, 9, prompt=4)]
@@ -38,9 +37,7 @@ def some_rows() -> PackedRows:
     [{}, {"tie_word_embeddings": True, "qk_norm": False, "attention_bias": False}],
     ids=str,
 )
-def test_both_find_the_same_loss_and_gradients(
-    changes: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_find_the_same_loss_and_gradients(changes, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(step, "BLOCK_SIZE", BLOCK)
     rivals = ["torch"]
@@ -66,10 +63,10 @@ class Found:
     gradient: float
     flops: float = 1.0
 
-    def run(self) -> float:
+    def run(self):
         return self.loss
 
-    def gradients(self) -> dict[str, np.ndarray]:
+    def gradients(self):
         return {"norm": np.array([3.0, self.gradient])}
 
 
@@ -82,14 +79,14 @@ class Found:
         (Found(2.0, float("nan")), "the gradient of norm by b is nan away"),
     ],
 )
-def test_what_differs_is_not_timed(other: Found, says: str) -> None:
+def test_what_differs_is_not_timed(other, says):
     check_agreement({"a": Found(2.0, 4.0), "b": Found(2.000001, 4.00001)})
     with pytest.raises(StepsDiffer, match=says):
         check_agreement({"a": Found(2.0, 4.0), "b": other})
 
 
 @pytest.mark.full
-def test_backends_take_turns_on_the_same_rows() -> None:
+def test_backends_take_turns_on_the_same_rows():
     model = tiny_transformer(num_hidden_layers=1)
     rows = random_rows(model.config, 2, 64)
     assert rows.trainable.all()
@@ -102,7 +99,7 @@ def test_backends_take_turns_on_the_same_rows() -> None:
     assert costs[0]["GFLOP"] == costs[1]["GFLOP"] > 0
 
 
-def test_half_of_the_rows_blocks_are_left_out() -> None:
+def test_half_of_the_rows_blocks_are_left_out():
     length = SAMPLES * 2 * BLOCK_SIZE
     whole, few = conversations(TINY, rows=2, length=length, share=0.5).values()
     assert whole.prediction_blocks is None
@@ -112,7 +109,7 @@ def test_half_of_the_rows_blocks_are_left_out() -> None:
 
 
 @pytest.mark.full
-def test_with_and_without_prompts_agree_and_are_measured() -> None:
+def test_with_and_without_prompts_agree_and_are_measured():
     length = SAMPLES * 2 * BLOCK_SIZE
     packed = conversations(TINY, 1, length, 0.5)
     steps = steps_of(tiny_transformer(), packed, ["streams"], [], unroll=1)
@@ -123,14 +120,14 @@ def test_with_and_without_prompts_agree_and_are_measured() -> None:
     assert few["GFLOP"] < whole["GFLOP"]
 
 
-def test_without_pytorch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pytorch_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError, match=r"wedlm-jax\[rival\]"):
         main([])
 
 
 @pytest.mark.full
-def test_a_compiled_rival_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_rival_finds_the_same(monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(step, "BLOCK_SIZE", BLOCK)
     check_agreement(
@@ -147,14 +144,12 @@ def test_a_compiled_rival_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
         ("--prompt-share 1.5", "between 0 and 1"),
     ],
 )
-def test_bad_options_are_refused(arguments: str, says: str) -> None:
+def test_bad_options_are_refused(arguments, says):
     with pytest.raises(InputError, match=says):
         main(arguments.split())
 
 
-def test_steps_that_differ_end_with_status_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_that_differ_end_with_status_1(monkeypatch, capsys):
     steps = {"a": Found(2.0, 4.0), "b": Found(2.0, 4.1)}
     monkeypatch.setattr(step, "steps_of", lambda *_, **__: steps)
     monkeypatch.setattr(step, "SHAPE", TINY)

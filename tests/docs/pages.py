@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,17 +41,17 @@ class Block:
     comment: str
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(*languages: str, pages: list[Path] = PAGES) -> list[Block]:
+def blocks(*languages, pages=PAGES):
     """Returns the fenced blocks in these languages, or all of them."""
     found = [block for page in pages for block in _blocks(page)]
     return [block for block in found if not languages or block.language in languages]
 
 
-def _blocks(page: Path) -> Iterator[Block]:
+def _blocks(page):
     text = page.read_text(encoding="utf-8")
     for match in FENCE.finditer(text):
         indent, language, body = match.groups()
@@ -63,19 +62,19 @@ def _blocks(page: Path) -> Iterator[Block]:
         yield Block(page, line, language, "".join(lines), comment[1] if comment else "")
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """Returns a page without its blocks."""
     return FENCE.sub("", page.read_text(encoding="utf-8"))
 
 
-def links(page: Path) -> list[tuple[str, str]]:
+def links(page):
     """Returns the links and images of a page: what they show, and where they lead."""
     return LINK.findall(prose(page))
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Returns the anchors of a page's headings, as GitHub and the site make them."""
-    found: set[str] = set()
+    found = set()
     for heading in HEADING.findall(prose(page)):
         shown = LINK.sub(r"\1", heading).strip().lower()
         anchor = re.sub(r"[^\w\- ]", "", shown).replace(" ", "-")

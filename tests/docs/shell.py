@@ -1,16 +1,13 @@
 """Simple commands of a shell script, as far as documents need them."""
 
-from __future__ import annotations
-
 import re
 import shlex
-from collections.abc import Iterator
 
 KEYWORDS = ("do", "then", "else", "!", "{", "(", "time")
 ENDS = re.compile(r"[();<>|&\n]+")
 
 
-def commands(script: str) -> Iterator[list[str]]:
+def commands(script):
     """Yields the words of every simple command, those in quotes of another one included.
 
     Variables and arithmetic count as the number 1; assignments and redirections are left out.
@@ -21,7 +18,7 @@ def commands(script: str) -> Iterator[list[str]]:
     script = re.sub(r"\$\(\(.*?\)\)|\$\{?\w+\}?", "1", script)
     lexer = shlex.shlex(script, posix=True, punctuation_chars="();<>|&\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
-    words: list[str] = []
+    words = []
     skip = False
     for word in [*lexer, "\n"]:
         if ENDS.fullmatch(word):
@@ -35,7 +32,7 @@ def commands(script: str) -> Iterator[list[str]]:
             words.append(word)
 
 
-def _command(words: list[str]) -> Iterator[list[str]]:
+def _command(words):
     while words and (words[0] in KEYWORDS or re.match(r"\w+=", words[0])):
         if "=" in words[0] and " " in words[0]:  # a command kept in a variable
             yield from commands(words[0].partition("=")[2])

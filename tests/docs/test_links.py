@@ -1,10 +1,7 @@
 """Links between pages, to files and to functions lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +10,11 @@ from tests.docs.pages import LANGUAGES, PAGES, ROOT, anchors, blocks, links
 NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
 
 
-def target_of(page: Path, link: str) -> Path:
+def target_of(page, link):
     return (page.parent / link.partition("#")[0]).resolve() if link[0] != "#" else page
 
 
-def names_in(file: Path) -> set[str]:
+def names_in(file):
     """What a Python file defines: functions, classes, methods as `Class.method`, constants."""
     found = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -32,7 +29,7 @@ def names_in(file: Path) -> set[str]:
     return found
 
 
-def broken_links(page: Path) -> list[str]:
+def broken_links(page):
     """Links to no file, to no heading, and with a name that the linked Python file has not."""
     wrong = []
     for shown, link in links(page):
@@ -47,16 +44,16 @@ def broken_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     assert broken_links(page) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_headings_of_a_page_are_distinct(page: Path) -> None:
+def test_headings_of_a_page_are_distinct(page):
     assert anchors(page)
 
 
-def test_every_page_is_in_the_site_and_is_linked_to() -> None:
+def test_every_page_is_in_the_site_and_is_linked_to():
     site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     linked = {target_of(page, link) for page in PAGES for _, link in links(page)}
     for page in (ROOT / "docs").glob("*.md"):
@@ -64,11 +61,11 @@ def test_every_page_is_in_the_site_and_is_linked_to() -> None:
         assert page in linked, page.name
 
 
-def test_every_block_says_what_language_it_is_in() -> None:
+def test_every_block_says_what_language_it_is_in():
     assert [block.name for block in blocks() if block.language not in LANGUAGES] == []
 
 
-def test_a_broken_link_is_found(tmp_path: Path) -> None:
+def test_a_broken_link_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One\n\n[a](#two) [`nothing`](there.py) ![b](gone.svg) [c](#one)\n")
     (tmp_path / "there.py").write_text("something = 1\n")

@@ -1,18 +1,11 @@
 """Losses of runs, drawn side by side."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-
-import pytest
 
 from docs.losses import main
 
 
-def test_each_run_is_a_line_of_each_panel(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_run_is_a_line_of_each_panel(tmp_path, capsys):
     for name, offset in (("one", 0.0), ("two", 1.0)):
         (tmp_path / name).mkdir()
         lines = [{"step": n, "mlm_loss": 9 - n + offset, "ar_loss": 1.0} for n in range(1, 13)]

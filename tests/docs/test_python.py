@@ -1,16 +1,12 @@
 """Python in the documents runs; what claims to be of a file is in it; JSON is JSON."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.docs.pages import PAGES, ROOT, Block, blocks
+from tests.docs.pages import PAGES, ROOT, blocks
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -22,7 +18,7 @@ EXCERPTS = [block for block in PYTHON if block.comment.startswith("from ")]
 PROGRAMS = [block for block in PYTHON if not block.comment]
 
 
-def test_every_block_is_an_excerpt_or_runs_or_says_why_not() -> None:
+def test_every_block_is_an_excerpt_or_runs_or_says_why_not():
     rest = [block for block in PYTHON if block not in EXCERPTS + PROGRAMS]
     assert [block.name for block in rest if not block.comment.startswith("not run: ")] == []
     assert EXCERPTS
@@ -30,17 +26,17 @@ def test_every_block_is_an_excerpt_or_runs_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.name)
-def test_python_compiles(block: Block) -> None:
+def test_python_compiles(block):
     ast.parse(block.text)
 
 
-def code_lines(text: str) -> list[str]:
+def code_lines(text):
     lines = (re.sub(r"(^|\s+)# .*", "", line).strip() for line in text.splitlines())
     return [line for line in lines if line]
 
 
 @pytest.mark.parametrize("block", EXCERPTS, ids=lambda block: block.name)
-def test_excerpts_are_in_their_file(block: Block) -> None:
+def test_excerpts_are_in_their_file(block):
     """Lines of ``...`` stand for what is left out; indentation, comments and empty lines may
     differ."""
     source = (ROOT / block.comment.removeprefix("from ")).read_text(encoding="utf-8")
@@ -55,11 +51,11 @@ def test_excerpts_are_in_their_file(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=lambda block: block.name)
-def test_programs_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_run(block, tmp_path, monkeypatch):
     """With the embedded model in the place of any other, compiled once for all of them."""
     made = LLM.__init__
 
-    def expecting(llm: LLM, *arguments: Any, **options: Any) -> None:
+    def expecting(llm, *arguments, **options):
         made(llm, *arguments, **options)
         llm.engine.expect(
             [SamplingParams(mode=mode, temperature=0.7) for mode in ("verified", "ar")]
@@ -72,7 +68,7 @@ def test_programs_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=lambda block: block.name)
-def test_json_is_json(block: Block) -> None:
+def test_json_is_json(block):
     try:
         json.loads(block.text)
     except json.JSONDecodeError:

@@ -1,7 +1,5 @@
 """docs/reference.md is what the code says."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 
@@ -11,11 +9,11 @@ from wedlm_jax.__main__ import SUBCOMMANDS
 from wedlm_jax.params import OPTIONS
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_page_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m docs.reference`"
 
 
-def test_every_command_and_field_is_there() -> None:
+def test_every_command_and_field_is_there():
     text = PAGE.read_text(encoding="utf-8")
     names = [field.name for field in dataclasses.fields(TrainConfig)]
     plain = [name for name in names if f"| `{name}` |" in text or f"| `{name}." in text]
@@ -24,8 +22,8 @@ def test_every_command_and_field_is_there() -> None:
     assert all(f"### wedlm {name}\n" in text for name in SUBCOMMANDS)
 
 
-def test_a_parser_is_caught_before_anything_runs() -> None:
-    def main(arguments: list[str]) -> int:
+def test_a_parser_is_caught_before_anything_runs():
+    def main(arguments):
         parser = argparse.ArgumentParser(prog="it")
         parser.add_argument("--x")
         parser.parse_args(arguments)
@@ -34,8 +32,8 @@ def test_a_parser_is_caught_before_anything_runs() -> None:
     assert parser_of(main).prog == "it"
 
 
-def test_docstrings_become_lists() -> None:
-    def function(one: int, *, other: str | None = "x") -> int:
+def test_docstrings_become_lists():
+    def function(one, *, other="x"):
         """Adds.
 
         Not ``much``.
@@ -66,5 +64,5 @@ def test_docstrings_become_lists() -> None:
     assert signature("f", function) == "f(one: int, *, other: str | None = 'x') -> int"
 
 
-def test_a_bar_does_not_end_a_cell() -> None:
+def test_a_bar_does_not_end_a_cell():
     assert table(("a",), [("<|x|>",)]).splitlines()[-1] == "| &lt;&#124;x&#124;> |"

@@ -1,20 +1,16 @@
 """The commands of the documents are ones that the program takes."""
 
-from __future__ import annotations
-
-import argparse
 import re
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from docs.reference import module_parser, subcommand_parser
 from infer.flags import sampling_params
-from tests.docs.pages import PAGES, ROOT, Block, blocks, prose
+from tests.docs.pages import PAGES, ROOT, blocks, prose
 from tests.docs.shell import commands
 from train.recipe.config import load_config
 from wedlm_jax.__main__ import SUBCOMMANDS
@@ -36,7 +32,7 @@ class Refused(Exception):
     """Says what is wrong with a command."""
 
 
-def check_all(script: str) -> int:
+def check_all(script):
     """Checks every command of a script; returns how many there are."""
     found = list(commands(script))
     for words in found:
@@ -44,7 +40,7 @@ def check_all(script: str) -> int:
     return len(found)
 
 
-def check(words: list[str]) -> None:
+def check(words):
     """Refuses a command that does not exist, or that does not take these arguments."""
     name = Path(words[0]).name
     if name == "wedlm":
@@ -70,7 +66,7 @@ def check(words: list[str]) -> None:
         assert name in OTHERS, name
 
 
-def check_wedlm(words: list[str]) -> None:
+def check_wedlm(words):
     if words in (["--version"], ["--help"], [*words[:1], "--help"]):
         assert words[0] in (*SUBCOMMANDS, "--version", "--help")
         return
@@ -83,18 +79,18 @@ def check_wedlm(words: list[str]) -> None:
 
 
 @cache
-def parser(command: str) -> argparse.ArgumentParser:
+def parser(command):
     name = command.split()[-1]
     made = subcommand_parser(name) if command.startswith("wedlm") else module_parser(name)
 
-    def refuse(message: str) -> None:
+    def refuse(message):
         raise Refused(f"{command}: {message}")
 
     made.error = refuse  # type: ignore[method-assign,assignment]
     return made
 
 
-def container_commands(manifest: Any) -> list[list[str]]:
+def container_commands(manifest):
     """The commands of all containers anywhere in a Kubernetes manifest."""
     if isinstance(manifest, list):
         return [found for item in manifest for found in container_commands(item)]
@@ -106,12 +102,12 @@ def container_commands(manifest: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("block", blocks("bash"), ids=lambda block: block.name)
-def test_commands_are_taken(block: Block) -> None:
+def test_commands_are_taken(block):
     assert check_all(block.text)
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
-def test_yaml_is_a_recipe_or_a_manifest(block: Block, tmp_path: Path) -> None:
+def test_yaml_is_a_recipe_or_a_manifest(block, tmp_path):
     if "apiVersion" not in block.text:
         (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
         load_config(tmp_path / "recipe.yaml", ["data.tokenizer=DIR"])
@@ -123,7 +119,7 @@ def test_yaml_is_a_recipe_or_a_manifest(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_options_that_the_text_names_exist(page: Path) -> None:
+def test_options_that_the_text_names_exist(page):
     spans = re.findall(r"`([^`\n]+)`", prose(page))
     assert page.name != "batch.md" or len(spans) > 20
     flags = {name: set(parser(f"wedlm {name}")._option_string_actions) for name in SUBCOMMANDS}
@@ -141,7 +137,7 @@ def test_options_that_the_text_names_exist(page: Path) -> None:
             assert {name for name in named if "_" not in name} <= known, span
 
 
-def module_flags() -> set[str]:
+def module_flags():
     from docs.reference import MODULES
 
     return {flag for name in MODULES for flag in module_parser(name)._option_string_actions}
@@ -162,12 +158,12 @@ def module_flags() -> set[str]:
         "frobnicate",
     ],
 )
-def test_a_wrong_command_is_found(line: str) -> None:
+def test_a_wrong_command_is_found(line):
     with pytest.raises((Refused, AssertionError, InputError)):
         check_all(line)
 
 
-def test_a_script_is_cut_into_commands() -> None:
+def test_a_script_is_cut_into_commands():
     script = """\
 for chip in 0 1; do
   A=$chip wedlm info \\

@@ -1,12 +1,9 @@
 """The site builds without a warning, and needs nothing from elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ LOADED = re.compile(
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
@@ -34,20 +31,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_every_page_is_built(site: Path) -> None:
+def test_every_page_is_built(site):
     assert (site / "index.html").exists()
     for page in (ROOT / "docs").glob("*.md"):
         assert (site / page.stem / "index.html").exists(), page.name
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_nothing_is_loaded_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 10
     loaded = {page.name: LOADED.findall(page.read_text(encoding="utf-8")) for page in pages}
     assert {name: found for name, found in loaded.items() if found} == {}
 
 
-def test_links_to_code_lead_to_its_text(site: Path) -> None:
+def test_links_to_code_lead_to_its_text(site):
     text = (site / "how-it-works" / "index.html").read_text(encoding="utf-8")
     linked = set(re.findall(r'href="(\.\./code/[^"#]+)"', text))
     assert linked

@@ -1,7 +1,5 @@
 """The synthetic corpus: reproducible, split by prompt, and right in every sum."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -17,7 +15,6 @@ from examples.embedded.corpus import (
     DEFAULT_WEIGHTS,
     KINDS,
     REGIMES,
-    Sample,
     check,
     generate,
     is_heldout,
@@ -28,28 +25,28 @@ APPLY = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.
 
 
 @cache
-def samples(seed: int = 0, count: int = 3000, split: str = "train") -> tuple[Sample, ...]:
+def samples(seed=0, count=3000, split="train"):
     return tuple(generate(seed, count, split=split))  # type: ignore[arg-type]
 
 
-def of_regime(regime: str) -> list[Sample]:
+def of_regime(regime):
     return [sample for sample in samples() if sample.regime == regime]
 
 
-def test_the_same_arguments_give_the_same_samples() -> None:
+def test_the_same_arguments_give_the_same_samples():
     again = tuple(generate(0, 3000, split="train"))
     assert again == samples()
     assert tuple(generate(0, 100, split="train")) == samples()[:100]
     assert tuple(generate(1, 100, split="train")) != samples()[:100]
 
 
-def test_samples_are_those_that_trained_models_saw() -> None:
+def test_samples_are_those_that_trained_models_saw():
     """A changed sample would change every trained model's data: this is on purpose exact."""
     text = json.dumps([dataclasses.astuple(sample) for sample in samples(seed=7, count=200)])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "8796d464a9a3e516"
 
 
-def test_splits_share_no_prompt_whatever_the_seed() -> None:
+def test_splits_share_no_prompt_whatever_the_seed():
     train = {sample.prompt for sample in (*samples(), *samples(seed=5))}
     heldout = {sample.prompt for sample in samples(seed=5, count=300, split="heldout")}
     assert not train & heldout
@@ -57,13 +54,13 @@ def test_splits_share_no_prompt_whatever_the_seed() -> None:
     assert all(map(is_heldout, heldout))
 
 
-def test_one_prompt_in_twenty_is_held_out() -> None:
+def test_one_prompt_in_twenty_is_held_out():
     share = sum(is_heldout(f"prompt {i}") for i in range(20_000)) / 20_000
     # Five standard deviations.
     assert abs(share - 1 / 20) < 0.008
 
 
-def test_regimes_come_in_their_shares_and_every_kind_occurs() -> None:
+def test_regimes_come_in_their_shares_and_every_kind_occurs():
     counts = Counter(sample.regime for sample in samples())
     for regime in REGIMES:
         assert abs(counts[regime] / 3000 - DEFAULT_WEIGHTS[regime]) < 0.05
@@ -71,7 +68,7 @@ def test_regimes_come_in_their_shares_and_every_kind_occurs() -> None:
     assert seen == {(regime, kind) for regime in REGIMES for kind in KINDS[regime]}
 
 
-def test_a_regime_left_out_of_the_weights_does_not_occur() -> None:
+def test_a_regime_left_out_of_the_weights_does_not_occur():
     only = list(generate(0, 50, split="train", weights={"prose": 2.0}))
     assert {sample.regime for sample in only} == {"prose"}
     both = {"prose": 0.5, "reasoning": 0.5}
@@ -81,7 +78,7 @@ def test_a_regime_left_out_of_the_weights_does_not_occur() -> None:
     )
 
 
-def test_every_equation_of_a_solution_holds() -> None:
+def test_every_equation_of_a_solution_holds():
     for sample in of_regime("reasoning"):
         equations = EQUATION.findall(sample.answer)
         assert len(equations) == sample.answer.count("="), sample
@@ -93,7 +90,7 @@ def test_every_equation_of_a_solution_holds() -> None:
         assert marked.group(1) == equations[-1][-1] == sample.expected, sample
 
 
-def test_solutions_use_numbers_of_the_question_or_computed_before() -> None:
+def test_solutions_use_numbers_of_the_question_or_computed_before():
     for sample in of_regime("reasoning"):
         # Words such as "perimeter" or "both" stand for 2, averages divide by how many there are.
         known = {int(n) for n in re.findall(r"\d+", sample.prompt)} | {2, 3}
@@ -102,7 +99,7 @@ def test_solutions_use_numbers_of_the_question_or_computed_before() -> None:
             known.add(int(result))
 
 
-def test_tables_and_sums_hold() -> None:
+def test_tables_and_sums_hold():
     checked = 0
     for sample in of_regime("low_entropy"):
         if sample.kind in ("times_table", "sum_table"):
@@ -115,7 +112,7 @@ def test_tables_and_sums_hold() -> None:
     assert checked > 100
 
 
-def test_counts_go_in_equal_steps_from_first_to_last() -> None:
+def test_counts_go_in_equal_steps_from_first_to_last():
     for sample in (s for s in samples() if s.kind == "count"):
         first, last, step = map(int, re.findall(r"\d+", sample.prompt))
         values = list(map(int, sample.answer.split(", ")))
@@ -124,7 +121,7 @@ def test_counts_go_in_equal_steps_from_first_to_last() -> None:
         assert len(values) == 15, sample
 
 
-def test_letters_run_from_first_to_last_in_the_alphabets_order() -> None:
+def test_letters_run_from_first_to_last_in_the_alphabets_order():
     runs = [s for s in samples() if s.kind == "letters"]
     assert len(runs) > 20
     for sample in runs:
@@ -135,20 +132,20 @@ def test_letters_run_from_first_to_last_in_the_alphabets_order() -> None:
         assert len(letters) == 12, sample
 
 
-def test_json_answers_are_json() -> None:
+def test_json_answers_are_json():
     answers = [json.loads(s.answer) for s in samples() if s.kind == "json_records"]
     assert len(answers) > 20
     assert all("name" in answer for answer in answers)
 
 
-def test_check_accepts_a_samples_own_answer() -> None:
+def test_check_accepts_a_samples_own_answer():
     for sample in samples():
         expected = None if sample.regime == "prose" else True
         assert check(sample, sample.answer) is expected, sample
         assert check(sample, f"\n{sample.answer} \n") is expected, sample
 
 
-def test_check_rejects_a_changed_answer() -> None:
+def test_check_rejects_a_changed_answer():
     for sample in samples():
         if sample.regime == "low_entropy":
             middle = len(sample.answer) // 2
@@ -164,7 +161,7 @@ def test_check_rejects_a_changed_answer() -> None:
                 assert check(sample, f"{steps}Answer: {wrong}") is False, sample
 
 
-def test_reasoning_is_judged_by_its_first_marked_answer() -> None:
+def test_reasoning_is_judged_by_its_first_marked_answer():
     sample = of_regime("reasoning")[0]
     assert check(sample, f"Answer: {sample.expected}.\nAnswer: 1000") is True
     assert check(sample, f"Answer: 1000\nAnswer: {sample.expected}") is False
@@ -182,6 +179,6 @@ def test_reasoning_is_judged_by_its_first_marked_answer() -> None:
         ({"weights": {}}, "positive sum"),
     ],
 )
-def test_bad_arguments_are_refused_at_the_call(arguments: dict, message: str) -> None:
+def test_bad_arguments_are_refused_at_the_call(arguments, message):
     with pytest.raises(ValueError, match=message):
         generate(**{"seed": 0, "count": 1, "split": "train", **arguments})

@@ -1,9 +1,5 @@
 """`python -m examples.embedded`: the folder of the embedded model, made from a run's export."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 import examples.embedded.__main__ as embedded
@@ -14,9 +10,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions
 
 
-def test_weights_are_rounded_and_questions_are_held_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_rounded_and_questions_are_held_out(tmp_path, monkeypatch):
     monkeypatch.setattr(embedded, "QUESTIONS", {"low_entropy": 4, "reasoning": 3, "prose": 2})
     trained = write_tiny_checkpoint(tmp_path / "hf")
     folder = tmp_path / "embedded"
@@ -38,6 +32,6 @@ def test_weights_are_rounded_and_questions_are_held_out(
     assert not list(tmp_path.glob("tmp*")), "nothing is left beside the folder"
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(InputError, match="nowhere"):
         embedded.main([str(tmp_path / "nowhere"), str(tmp_path / "embedded")])

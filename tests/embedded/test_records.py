@@ -1,10 +1,6 @@
 """`python -m examples.embedded.corpus`: questions that the decoding jobs can read, and
 conversations to train on."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from examples.embedded.corpus import REGIMES, generate, is_heldout
@@ -18,7 +14,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions
 
 
-def test_samples_become_questions_that_are_right_by_themselves(tmp_path: Path) -> None:
+def test_samples_become_questions_that_are_right_by_themselves(tmp_path):
     path = tmp_path / "questions.jsonl"
     assert main([str(path), "--samples", "60", "--seed", "5"]) == 0
     regimes = read_questions(path)
@@ -32,7 +28,7 @@ def test_samples_become_questions_that_are_right_by_themselves(tmp_path: Path) -
         assert question.is_right(question.answer) is right
 
 
-def test_conversations_become_the_samples_that_the_embedded_model_saw(tmp_path: Path) -> None:
+def test_conversations_become_the_samples_that_the_embedded_model_saw(tmp_path):
     path = tmp_path / "chats.jsonl"
     shares = ["--weights", "0.42", "0.5", "0.08"]
     given = ["--form", "conversations", "--split", "train", "--samples", "60", "--seed", "3"]
@@ -65,9 +61,7 @@ def test_conversations_become_the_samples_that_the_embedded_model_saw(tmp_path: 
         (("no/such/out.jsonl",), "cannot be written"),
     ],
 )
-def test_bad_arguments_are_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], message: str
-) -> None:
+def test_bad_arguments_are_one_sentence(tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
         main(list(arguments))

@@ -1,9 +1,6 @@
 """`python -m examples.embedded.words`: one token a word, all else unchanged."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,12 +24,12 @@ from wedlm_jax.records.questions import read_questions
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def test_every_word_of_the_corpus_is_one_token_of_the_embedded_model() -> None:
+def test_every_word_of_the_corpus_is_one_token_of_the_embedded_model():
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
     assert words.split_words(tokenizer, words.corpus_texts(1000, seed=31)) == []
 
 
-def test_only_words_that_had_several_tokens_are_spelled_otherwise() -> None:
+def test_only_words_that_had_several_tokens_are_spelled_otherwise():
     before = train_tokenizer(TEXTS, VOCAB_SIZE)
     added = words.split_words(before, iter(["cat category the catlike 2048 ;;;"]))
     assert added == ["cat", "Ġcategory", "Ġcatlike", "Ġthe"]
@@ -43,7 +40,7 @@ def test_only_words_that_had_several_tokens_are_spelled_otherwise() -> None:
     assert after.decode(after.encode("the category, catlike").ids) == "the category, catlike"
 
 
-def test_rows_begin_as_the_mean_of_their_pieces_and_as_long_as_they_are() -> None:
+def test_rows_begin_as_the_mean_of_their_pieces_and_as_long_as_they_are():
     tokenizer = train_tokenizer(TEXTS, VOCAB_SIZE)
     rows = np.random.default_rng(0).normal(size=(VOCAB_SIZE, 16))
     (row,) = words.word_rows(tokenizer, ["zebra"], rows)
@@ -54,9 +51,7 @@ def test_rows_begin_as_the_mean_of_their_pieces_and_as_long_as_they_are() -> Non
     assert np.linalg.norm(row) == pytest.approx(np.linalg.norm(pieces, axis=1).mean())
 
 
-def test_a_checkpoint_keeps_its_weights_and_grows_by_the_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_keeps_its_weights_and_grows_by_the_words(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(words, "SAMPLES", 20)
     old, new = write_tiny_checkpoint(tmp_path / "old"), tmp_path / "new"
     assert words.main([str(old), str(new)]) == 0
@@ -74,7 +69,7 @@ def test_a_checkpoint_keeps_its_weights_and_grows_by_the_words(
         words.add_words(new, tmp_path / "again")
 
 
-def test_what_cannot_grow_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_grow_is_refused(tmp_path):
     bare = write_tiny_checkpoint(tmp_path / "bare", tokenizer=False)
     with pytest.raises(InputError, match=r"bare: no tokenizer\.json"):
         words.add_words(bare, tmp_path / "new")
@@ -99,7 +94,7 @@ def test_what_cannot_grow_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_embedded_model_fills_masks_of_prose_with_words() -> None:
+def test_the_embedded_model_fills_masks_of_prose_with_words():
     """Mode paper, which fills masks that do not see each other: where words were spelled with
     several tokens, every other of these texts had a word that is none."""
     prose = generate(31, 3000, split="train", weights={"prose": 1.0})

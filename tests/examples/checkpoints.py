@@ -1,13 +1,8 @@
 """Tiny random checkpoints and the ways to spoil them, for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,11 +11,10 @@ from safetensors.numpy import load_file, save_file
 
 from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays, parameter_entries
-from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.config import config_from_hf
 from wedlm_jax.errors import InputError
-from wedlm_jax.model import Transformer
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "model_type": "wedlm",
     "vocab_size": 24,
     "hidden_size": 16,
@@ -36,12 +30,12 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def tiny_config(**changes: Any) -> ModelConfig:
+def tiny_config(**changes):
     return config_from_hf({**CONFIG, **changes})
 
 
 @functools.cache
-def tiny_model(config: ModelConfig, dtype: str = "float32") -> Transformer:
+def tiny_model(config, dtype="float32"):
     """Random parameters, the norms and biases too: a transposed or swapped one must show."""
     random = np.random.default_rng(7)
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -51,9 +45,7 @@ def tiny_model(config: ModelConfig, dtype: str = "float32") -> Transformer:
     )
 
 
-def write_tiny(
-    folder: Path, *, dtype: str = "float32", shard_bytes: int = 10**9, **changes: Any
-) -> Path:
+def write_tiny(folder, *, dtype="float32", shard_bytes=10**9, **changes):
     """Writes a Hugging Face folder, with a tokenizer's files that only look like some."""
     config = tiny_config(**changes)
     save_checkpoint(tiny_model(config, dtype), config, folder, shard_bytes=shard_bytes)
@@ -62,34 +54,34 @@ def write_tiny(
     return folder
 
 
-def model_arrays(model: Transformer) -> dict[str, np.ndarray]:
+def model_arrays(model):
     """Every array by its path, those of rounded matrices too."""
     return {path: np.asarray(value) for path, value in arrays_from_model(model).items()}
 
 
-def edit_config(folder: Path, remove: str | None = None, **changes: Any) -> None:
+def edit_config(folder, remove=None, **changes):
     path = folder / "config.json"
     raw = {**json.loads(path.read_text(encoding="utf-8")), **changes}
     raw.pop(remove, None)
     path.write_text(json.dumps(raw), encoding="utf-8")
 
 
-def hf_values(folder: Path) -> dict[str, np.ndarray]:
+def hf_values(folder):
     """All tensors of a Hugging Face folder, read by the safetensors library alone."""
-    tensors: dict[str, np.ndarray] = {}
+    tensors = {}
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
     return tensors
 
 
-def set_tensors(folder: Path, **changes: np.ndarray | None) -> None:
+def set_tensors(folder, **changes):
     """Replaces, adds or (None) removes tensors of the folder's single file."""
     path = folder / "model.safetensors"
     tensors = {**load_file(path), **changes}
     save_file({name: x for name, x in tensors.items() if x is not None}, path)
 
 
-def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
+def assert_same_bits(a, b):
     assert sorted(a) == sorted(b)
     for name, value in a.items():
         assert value.dtype == b[name].dtype, name
@@ -97,14 +89,14 @@ def assert_same_bits(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None
         assert value.tobytes() == b[name].tobytes(), name
 
 
-def every_float16_pattern(count: int, dtype: str) -> np.ndarray:
+def every_float16_pattern(count, dtype):
     """``count`` bit patterns of a 16-bit dtype: subnormals, −0, infinities, NaN payloads."""
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     return np.linspace(0, 65535, count).astype(np.uint16).view(kind)
 
 
 @contextlib.contextmanager
-def refused(*named: object) -> Iterator[None]:
+def refused(*named):
     """What is done must be refused in one sentence that has all these parts."""
     with pytest.raises(InputError) as error:
         yield

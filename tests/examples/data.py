@@ -1,7 +1,5 @@
 """Small inputs and packed rows for the tests of training data."""
 
-from __future__ import annotations
-
 import atexit
 import dataclasses
 import functools
@@ -9,7 +7,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,6 @@ import numpy as np
 from examples.embedded.corpus import generate
 from examples.embedded.corpus.records import as_conversation
 from train.data.job import TokeniseOptions, tokenise
-from train.data.manifest import Manifest
 from train.data.samples import SampleOptions
 
 EMBEDDED = Path(__file__).parents[2] / "wedlm_jax" / "embedded"
@@ -35,20 +31,20 @@ CHAT = [
 class Silent:
     """Watches a job and says nothing."""
 
-    def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None:
+    def progress(self, bytes_read, bytes_total, tokens):
         pass
 
 
 class NumberedRows:
     """Row i holds the number ``first + i`` everywhere."""
 
-    def __init__(self, rows: int, first: int = 0, length: int = 4):
+    def __init__(self, rows, first=0, length=4):
         self.rows, self.first, self.length = rows, first, length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.rows
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index):
         number = np.full(self.length, self.first + int(index), np.int32)
         return {
             "tokens": number,
@@ -57,14 +53,14 @@ class NumberedRows:
             "trainable": number % 2 == 0,
         }
 
-    def place(self, index: int) -> tuple[str, int]:
+    def place(self, index):
         return f"from {self.first}", index
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"NumberedRows({self.rows})"
 
 
-def options(inputs: Sequence[Path], output: Path, **changes: object) -> TokeniseOptions:
+def options(inputs, output, **changes):
     """Rows of 128 in blocks of 32 with the embedded tokenizer; ``changes`` of either class."""
     names = {field.name for field in dataclasses.fields(SampleOptions)}
     samples = {key: value for key, value in changes.items() if key in names}
@@ -77,16 +73,16 @@ def options(inputs: Sequence[Path], output: Path, **changes: object) -> Tokenise
     )
 
 
-def tokenised(inputs: Sequence[Path], output: Path, **changes: object) -> Manifest:
+def tokenised(inputs, output, **changes):
     return tokenise(options(inputs, output, **changes), Silent())
 
 
-def write_jsonl(path: Path, records: Sequence[object]) -> Path:
+def write_jsonl(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
 
 
-def documents(count: int, seed: int = 0, mean_words: float = 60.0) -> list[dict[str, str]]:
+def documents(count, seed=0, mean_words=60.0):
     """Texts whose lengths vary as those of web pages do: a few are very long."""
     random = np.random.default_rng(seed)
     words = ["count", "from", "the", "red", "box", "to", "nine", "and", "list", "each", "name"]
@@ -94,11 +90,11 @@ def documents(count: int, seed: int = 0, mean_words: float = 60.0) -> list[dict[
     return [{"text": " ".join(random.choice(words, length))} for length in lengths]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def corpus_rows(tokenizer: Path, row_length: int = ROW, block_size: int = BLOCK) -> Path:
+def corpus_rows(tokenizer, row_length=ROW, block_size=BLOCK):
     """A folder of rows with forty word problems, made once for each tokenizer and size."""
     digest = hashlib.sha256((tokenizer / "tokenizer.json").read_bytes()).hexdigest()[:16]
     folder = _corpus_folder() / f"{digest}-{row_length}-{block_size}"
@@ -111,7 +107,7 @@ def corpus_rows(tokenizer: Path, row_length: int = ROW, block_size: int = BLOCK)
 
 
 @functools.cache
-def _corpus_folder() -> Path:
+def _corpus_folder():
     folder = tempfile.mkdtemp(prefix="wedlm-rows-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)

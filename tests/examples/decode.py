@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from tests.reference.decode_loop import Decoded, FullForward, decode
-from wedlm_jax.completion import Completion
+from tests.reference.decode_loop import decode
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 TINY = ModelConfig(
@@ -52,7 +48,7 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, window: int = 4) -> Case:
+def cases(draw, *, window=4):
     """A prompt (which may hold the mask's id), parameters, and a window of at most ``window``."""
     prompt = draw(st.lists(st.integers(0, 23), min_size=1, max_size=LONGEST_PROMPT))
     hot = draw(st.booleans())
@@ -71,12 +67,12 @@ def cases(draw: st.DrawFn, *, window: int = 4) -> Case:
 
 
 @st.composite
-def cases_with_options(draw: st.DrawFn, *, window: int = 4) -> Case:
+def cases_with_options(draw, *, window=4):
     """As `cases`, with any of the options that change logits; few tokens, often repeated."""
     case = draw(cases(window=window))
     token = st.integers(0, 22)
 
-    def some(values: st.SearchStrategy[Any], otherwise: Any) -> Any:
+    def some(values, otherwise):
         return draw(values) if draw(st.booleans()) else otherwise
 
     biases = st.dictionaries(token, st.sampled_from([-100, -1.5, 2, 5]), max_size=5)
@@ -95,7 +91,7 @@ def cases_with_options(draw: st.DrawFn, *, window: int = 4) -> Case:
     return dataclasses.replace(case, params=params)
 
 
-def batches(*, window: int = 4) -> st.SearchStrategy[list[Case]]:
+def batches(*, window=4):
     return st.lists(cases(window=window), min_size=BATCH, max_size=BATCH)
 
 
@@ -119,9 +115,7 @@ DRAWN = [SamplingParams(mode="paper", temperature=1.0, top_k=3)]
 """The same without the options that change logits."""
 
 
-def small_engine(
-    model: Transformer, expected: Sequence[SamplingParams] = EVERYTHING, **options: Any
-) -> Engine:
+def small_engine(model, expected=EVERYTHING, **options):
     """An engine of few sequences, short pages and short chunks, so that the tiny model's prompts
     have several of both; it is compiled for all that is ``expected``."""
     usual = {"window_size": 4, "lookup": 0, "max_batch_size": BATCH, "page_size": 4}
@@ -133,34 +127,34 @@ def small_engine(
     return engine
 
 
-def requests_of(batch: Sequence[Case], first: int = 0) -> list[Request]:
+def requests_of(batch, first=0):
     """Requests of the cases, numbered from ``first``."""
     return [
         Request(first + i, case.prompt, case.params, case.window) for i, case in enumerate(batch)
     ]
 
 
-def run(engine: Engine, batch: Sequence[Case]) -> list[Completion]:
+def run(engine, batch):
     """Decodes the cases, all submitted at once; results in their order, but for what was cached of
     a prompt, which depends on who was there before."""
     return [as_if_first(result) for result in engine.decode(requests_of(batch))]
 
 
-def as_if_first(result: Completion) -> Completion:
+def as_if_first(result):
     return dataclasses.replace(result, num_cached_tokens=0)
 
 
-def in_mode(case: Case, mode: str, **changes: object) -> Case:
+def in_mode(case, mode, **changes):
     params = dataclasses.replace(case.params, mode=mode, **changes)  # type: ignore[arg-type]
     return dataclasses.replace(case, params=params)
 
 
-def say_the_same(ours: Completion, theirs: Completion) -> bool:
+def say_the_same(ours, theirs):
     """Whether tokens and reasons are equal; counts may differ."""
     return (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
 
 
-def assert_same(ours: Completion, theirs: Completion) -> None:
+def assert_same(ours, theirs):
     """Tokens, reasons and counts equal, log-probabilities but for rounding: forwards of other
     sizes add in another order."""
     plain, other = (dataclasses.replace(result, logprobs=None) for result in (ours, theirs))
@@ -168,16 +162,14 @@ def assert_same(ours: Completion, theirs: Completion) -> None:
     assert_logprobs_near(ours, theirs)
 
 
-def assert_logprobs_near(ours: Completion, theirs: Completion) -> None:
+def assert_logprobs_near(ours, theirs):
     assert (ours.logprobs is None) == (theirs.logprobs is None)
     for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
 
 
-def reference(
-    forward: FullForward, config: ModelConfig, case: Case, refill: str = "streaming"
-) -> Decoded:
+def reference(forward, config, case, refill="streaming"):
     return decode(
         forward,
         case.prompt,

@@ -1,13 +1,9 @@
 """A disk that fills up under a command: a small one, and, where none may be mounted, a limit on the
 size of files, which the file system refuses in the same way."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +15,7 @@ sys.exit(main({arguments!r}))
 """
 
 
-def run_with_small_files(
-    arguments: Sequence[str], size: int, setup: str = ""
-) -> subprocess.CompletedProcess[str]:
+def run_with_small_files(arguments, size, setup=""):
     """Runs ``wedlm`` in a process in which no file may grow beyond ``size`` bytes.
 
     Args:
@@ -32,13 +26,13 @@ def run_with_small_files(
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def make_read_only(disk: Path) -> None:
+def make_read_only(disk):
     """Lets nobody write on a `small_disk` any more."""
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[Path]:
+def small_disk(folder, size):
     """Mounts a disk of so many bytes at ``folder``; skips the test where that is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]

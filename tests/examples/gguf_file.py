@@ -1,17 +1,12 @@
 """Small GGUF files, as llama.cpp's own converter writes them, for tests."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
 from tests.examples.checkpoints import hf_values, tiny_config, tiny_model
 from wedlm_jax.checkpoint.model import save_checkpoint
 
-ARCHITECTURES: dict[str, dict[str, Any]] = {
+ARCHITECTURES = {
     "llama": {"model_type": "llama", "qk_norm": False},
     "llama with biases": {
         "model_type": "llama",
@@ -42,14 +37,14 @@ PIECES = {
 }
 
 
-def example(folder: Path, kind: str = "llama", **changes: Any) -> dict[str, np.ndarray]:
+def example(folder, kind="llama", **changes):
     """Writes a tiny Hugging Face checkpoint of an architecture, and returns its tensors."""
     config = tiny_config(**{**ARCHITECTURES[kind], "mask_token_id": None, **changes})
     save_checkpoint(tiny_model(config), config, folder)
     return hf_values(folder)
 
 
-def metadata_of(kind: str = "llama", **changes: Any) -> dict[str, Any]:
+def metadata_of(kind="llama", **changes):
     """Returns what a file says of the shape that `example` has, without a tokenizer."""
     config = tiny_config(**{**ARCHITECTURES[kind], "mask_token_id": None, **changes})
     said = {
@@ -68,7 +63,7 @@ def metadata_of(kind: str = "llama", **changes: Any) -> dict[str, Any]:
     return {f"{config.model_type}.{name}": value for name, value in said.items()}
 
 
-SOME_TOKENIZER: dict[str, Any] = {
+SOME_TOKENIZER = {
     "tokenizer.ggml.model": "gpt2",
     "tokenizer.ggml.pre": "qwen2",
     "tokenizer.ggml.tokens": [*(chr(65 + i) for i in range(22)), "<end>", "[PAD23]"],
@@ -79,9 +74,7 @@ SOME_TOKENIZER: dict[str, Any] = {
 """For the vocabulary of `example`."""
 
 
-def gguf_tensors(
-    tensors: dict[str, np.ndarray], kind: str = "llama", heads: int = 4, kv_heads: int = 2
-) -> dict[str, np.ndarray]:
+def gguf_tensors(tensors, kind="llama", heads=4, kv_heads=2):
     """Returns a model's tensors under their names there, a Llama's queries and keys interleaved."""
     renamed = {}
     for name, value in tensors.items():
@@ -95,14 +88,7 @@ def gguf_tensors(
     return renamed
 
 
-def write_gguf(
-    path: Path,
-    metadata: dict[str, Any],
-    tensors: dict[str, np.ndarray],
-    *,
-    types: dict[str, str] | None = None,
-    architecture: str = "llama",
-) -> Path:
+def write_gguf(path, metadata, tensors, *, types=None, architecture="llama"):
     """Writes a file.
 
     Args:
@@ -142,7 +128,7 @@ def write_gguf(
     return path
 
 
-def made(path: Path, kind: str = "llama", dtype: Any = np.float32, **changes: Any) -> Path:
+def made(path, kind="llama", dtype=np.float32, **changes):
     """Writes the file of `example`, all its matrices in ``dtype``."""
     tensors = {
         name: value.astype(dtype) if value.ndim == 2 else value

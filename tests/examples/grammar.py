@@ -1,15 +1,9 @@
 """Grammars over bare token ids, for models without text: random automata."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 
 from tests.examples.decode import TINY
 from wedlm_jax.errors import InputError
-from wedlm_jax.params import SamplingParams
 
 STATES = 5
 END = TINY.eos_token_ids[0]
@@ -22,7 +16,7 @@ class Automaton:
       dead: whether some state has no way on.
     """
 
-    def __init__(self, seed: int, *, dead: bool):
+    def __init__(self, seed, *, dead):
         rng = np.random.default_rng(seed)
         mask, vocab = TINY.mask_token_id, TINY.vocab_size
         self.next = np.where(
@@ -36,13 +30,13 @@ class Automaton:
             self.next[0] = np.where(self.next[0] >= 0, 1, -1)
             self.next[1] = -1
 
-    def allowed(self, state: int) -> np.ndarray:
+    def allowed(self, state):
         """bool ``[V]``."""
         tokens = self.next[state] >= 0
         tokens[END] = state == STATES - 1
         return tokens
 
-    def walk(self, tokens: Sequence[int]) -> int:
+    def walk(self, tokens):
         """The state behind these tokens; −1 where one of them is not allowed."""
         state = 0
         for token in tokens:
@@ -53,21 +47,21 @@ class Automaton:
 class Walker:
     """See `wedlm_jax.grammar.interface.Matcher`."""
 
-    def __init__(self, automaton: Automaton):
+    def __init__(self, automaton):
         self.automaton, self.text = automaton, list[int]()
 
-    def consume_tokens(self, sampled_tokens: list[int]) -> bool:
+    def consume_tokens(self, sampled_tokens):
         self.text += sampled_tokens
         return self.automaton.walk(self.text) >= 0
 
-    def is_accepting(self) -> bool:
+    def is_accepting(self):
         return self.automaton.walk(self.text) == STATES - 1
 
-    def get_error(self) -> str:
+    def get_error(self):
         return ""
 
 
-def automaton_of(params: SamplingParams) -> Automaton:
+def automaton_of(params):
     """That of ``regex="7"``; ``"7 dead"`` has a state without a way on."""
     assert params.regex is not None
     seed, _, dead = params.regex.partition(" ")
@@ -78,14 +72,14 @@ class RandomAutomata:
     """See `wedlm_jax.grammar.interface.Grammars`. What stands behind a draft that is not allowed is
     left as it is."""
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params):
         if params.regex == "wrong":
             raise InputError("regex: wrong")
 
-    def matcher(self, params: SamplingParams) -> Walker:
+    def matcher(self, params):
         return Walker(automaton_of(params))
 
-    def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
+    def fill(self, places, masks):
         for matcher, row, drafts in places:
             for count in range(len(drafts) + 1):
                 state = matcher.automaton.walk([*matcher.text, *drafts[:count]])

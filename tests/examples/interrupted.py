@@ -4,15 +4,12 @@ Run as a script: FOLDER NAME ARGUMENTS, where NAME is the program's and FOLDER g
 ``compiling`` and ``compiled``.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -21,13 +18,11 @@ from wedlm_jax.host.signals import exit_process
 LIMIT_S = 300
 
 
-def command(folder: Path, program: str, *arguments: str) -> list[str]:
+def command(folder, program, *arguments):
     return ["-m", "tests.examples.interrupted", str(folder), program, *arguments]
 
 
-def interrupted(
-    folder: Path, program: str, *arguments: str, number: signal.Signals = signal.SIGINT
-) -> tuple[int, str]:
+def interrupted(folder, program, *arguments, number=signal.SIGINT):
     """Sends the signal while ``program`` is being compiled; returns status and standard error of
     the command, which must end before the compiler does."""
     child = subprocess.Popen(
@@ -48,7 +43,7 @@ def interrupted(
     return child.returncode, said
 
 
-def wait_for_compiler(folder: Path, child: subprocess.Popen[Any]) -> None:
+def wait_for_compiler(folder, child):
     until = time.monotonic() + LIMIT_S
     while not (folder / "compiling").exists():
         assert child.poll() is None
@@ -57,13 +52,13 @@ def wait_for_compiler(folder: Path, child: subprocess.Popen[Any]) -> None:
     time.sleep(0.2)  # until it is in C++
 
 
-def main() -> int:
+def main():
     from wedlm_jax.__main__ import main as wedlm
 
     folder, program, *arguments = sys.argv[1:]
     compile = jax.stages.Lowered.compile
 
-    def telling(self: jax.stages.Lowered, *options: Any, **named: Any) -> jax.stages.Compiled:
+    def telling(self, *options, **named):
         if f"module @jit_{program} " not in self.as_text()[:1000]:
             return compile(self, *options, **named)
         Path(folder, "compiling").touch()

@@ -1,9 +1,6 @@
 """JAX without its cache of compiled programs, which the tests share."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Iterator
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -17,7 +14,7 @@ NAMES = (
 
 
 @contextlib.contextmanager
-def without_jax_cache() -> Iterator[None]:
+def without_jax_cache():
     """Compiles everything that is compiled inside."""
     before = {name: jax.config.values[name] for name in NAMES}
     jax.config.update("jax_compilation_cache_dir", None)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from wedlm_jax.attention.int8 import Int8Rows, to_int8
 from wedlm_jax.attention.pages import Spans
@@ -41,24 +38,16 @@ class Example:
     v: np.ndarray
 
     @property
-    def num_pages(self) -> int:
+    def num_pages(self):
         return self.pool.shape[0] // LAYERS
 
-    def flat(self, sequence: int) -> slice:
+    def flat(self, sequence):
         """Which flat tokens are a sequence's."""
         starts = np.array(self.spans.query_starts)
         return slice(int(starts[sequence]), int(starts[sequence + 1]))
 
 
-def make_spans(
-    rng: np.random.Generator,
-    lengths: Sequence[int],
-    before: Sequence[int],
-    *,
-    page_size: int,
-    columns: int | None = None,
-    num_pages: int | None = None,
-) -> tuple[Spans, int]:
+def make_spans(rng, lengths, before, *, page_size, columns=None, num_pages=None):
     """Spans of these lengths behind so many tokens, on pages in random order; and how many pages
     there are, by default a few more than are needed."""
     kv = [span + old if span else 0 for span, old in zip(lengths, before, strict=True)]
@@ -74,18 +63,18 @@ def make_spans(
 
 
 def make_example(
-    seed: int,
-    lengths: Sequence[int],
-    before: Sequence[int],
+    seed,
+    lengths,
+    before,
     *,
-    page_size: int = 4,
-    kv_heads: int = 2,
-    group: int = 2,
-    head_dim: int = 8,
-    padding: int = 0,
-    columns: int | None = None,
-    num_pages: int | None = None,
-) -> Example:
+    page_size=4,
+    kv_heads=2,
+    group=2,
+    head_dim=8,
+    padding=0,
+    columns=None,
+    num_pages=None,
+):
     rng = np.random.default_rng(seed)
     spans, num_pages = make_spans(
         rng, lengths, before, page_size=page_size, columns=columns, num_pages=num_pages
@@ -93,7 +82,7 @@ def make_example(
     size = sum(lengths) + padding
     pool_shape = (LAYERS * num_pages, page_size, 2 * kv_heads, head_dim)
 
-    def numbers(*shape: int) -> np.ndarray:
+    def numbers(*shape):
         return rng.standard_normal(shape).astype(np.float32)
 
     return Example(
@@ -105,18 +94,11 @@ def make_example(
     )
 
 
-def run_xla(
-    example: Example,
-    dtype: Any = jnp.float32,
-    *,
-    deterministic: bool = False,
-    tile: int = 6,
-    together: bool = False,
-) -> tuple[Array, Any]:
+def run_xla(example, dtype=jnp.float32, *, deterministic=False, tile=6, together=False):
     """What all tokens attend to ``[T, H, head_dim]`` in layer `LAYER`, and the pages behind it."""
     given = jnp.float32 if dtype == jnp.int8 else dtype
     tokens = [jnp.array(x, given) for x in (example.q, example.k, example.v)]
-    pages: Any = jnp.array(example.pool)
+    pages = jnp.array(example.pool)
     pages = to_int8(pages) if dtype == jnp.int8 else pages.astype(dtype)
     return _write_and_attend(
         example.spans,
@@ -130,18 +112,7 @@ def run_xla(
 
 
 @partial(jax.jit, static_argnames=("num_pages", "deterministic", "tile", "together"))
-def _write_and_attend(
-    spans: Spans,
-    pages: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    num_pages: int,
-    *,
-    deterministic: bool,
-    tile: int,
-    together: bool,
-) -> tuple[Array, Any]:
+def _write_and_attend(spans, pages, q, k, v, num_pages, *, deterministic, tile, together):
     size, page_size = q.shape[0], pages.shape[1]
     places = token_places(spans, size, page_size)
     how = {"deterministic": deterministic, "together": together}
@@ -150,7 +121,7 @@ def _write_and_attend(
     return attend_pages(q, pages, plan, LAYER, num_pages), pages
 
 
-def as_floats(pages: Any) -> np.ndarray:
+def as_floats(pages):
     """The numbers that pages stand for, float32."""
     if isinstance(pages, Int8Rows):
         return np.array(pages.values, np.float32) * np.array(pages.scales)[..., None]

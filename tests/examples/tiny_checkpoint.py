@@ -1,9 +1,5 @@
 """A checkpoint small enough to decode in a test: one layer of random weights, and a tokenizer."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from flax import nnx
 
 from train.data.tokenizer import SPECIAL_TOKENS, save_tokenizer, train_tokenizer
@@ -18,7 +14,7 @@ EOS, MASK = SPECIAL_TOKENS.index("<|im_end|>"), SPECIAL_TOKENS.index("<|mask|>")
 TEXTS = ["the cat sat on the mat", "one two three four", "日本語 naïve café", "12 + 30 = 42"]
 
 
-def write_tiny_checkpoint(folder: Path, *, tokenizer: bool = True) -> Path:
+def write_tiny_checkpoint(folder, *, tokenizer=True):
     """Writes the checkpoint. Its weights are large enough that what it says depends on the
     prompt, wanders, and sometimes ends."""
     config = ModelConfig(

@@ -1,7 +1,5 @@
 """A recipe that trains in seconds, and ways to stop it: for the tests of the loop."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json
@@ -10,10 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -48,12 +43,12 @@ WALL_CLOCK = {"tokens_per_second", "step_seconds", "input_wait", "goodput"}
 """Numbers that no run repeats."""
 
 
-def on_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def on_devices(monkeypatch, count):
     devices = jax.devices()[:count]
     monkeypatch.setattr(train.loop, "make_mesh", lambda sizes: make_mesh(sizes, devices))
 
 
-def tiny_recipe(output: Path | str, tokenizer: Path | None, **changes: object) -> TrainConfig:
+def tiny_recipe(output, tokenizer, **changes):
     """A recipe of four steps on `corpus_rows`, for the tokenizer given or that of its model."""
     config = TrainConfig(
         steps=4,
@@ -79,7 +74,7 @@ def tiny_recipe(output: Path | str, tokenizer: Path | None, **changes: object) -
     return config
 
 
-def _rows(config: TrainConfig) -> str:
+def _rows(config):
     """Packed rows for the tokenizer of a recipe; where it has none, a name for what is refused
     without them."""
     given = config.data.tokenizer or config.model.init_from
@@ -88,19 +83,19 @@ def _rows(config: TrainConfig) -> str:
     return str(corpus_rows(Path(given), config.row_length, config.block_size))
 
 
-def metric_lines(output: Path) -> list[dict[str, float]]:
+def metric_lines(output):
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{name: x for name, x in line.items() if name not in WALL_CLOCK} for line in lines]
 
 
-def run_until_killed(config: TrainConfig, last: int) -> None:
+def run_until_killed(config, last):
     """Trains until the run asks for the batch of step ``last``, where something from outside
     ends it."""
 
     class Killed(Exception):
         pass
 
-    def die() -> None:
+    def die():
         raise Killed
 
     with pytest.MonkeyPatch.context() as patch:
@@ -109,18 +104,16 @@ def run_until_killed(config: TrainConfig, last: int) -> None:
             train.loop.train(config)
 
 
-def call_before_step(
-    monkeypatch: pytest.MonkeyPatch, step: int, function: Callable[[], None]
-) -> None:
+def call_before_step(monkeypatch, step, function):
     """``function`` is called when a run asks for the batch of ``step``."""
     real = train.loop.PhasedBatches
 
     class Watched(real):  # type: ignore[misc, valid-type]
-        def __init__(self, *arguments: object, start: int, **settings: object):
+        def __init__(self, *arguments, start, **settings):
             super().__init__(*arguments, start=start, **settings)
             self.step = start
 
-        def __next__(self) -> object:
+        def __next__(self):
             if self.step == step:
                 function()
             self.step += 1
@@ -129,14 +122,7 @@ def call_before_step(
     monkeypatch.setattr(train.loop, "PhasedBatches", Watched)
 
 
-def command_in_child(
-    arguments: list[str],
-    output: Path,
-    devices: int = 1,
-    environment: dict[str, str] | None = None,
-    constants: dict[str, Any] | None = None,
-    folder: Path | None = None,
-) -> None:
+def command_in_child(arguments, output, devices=1, environment=None, constants=None, folder=None):
     """`wedlm train` in a process of its own, what it prints in the file ``output``.
 
     Args:
@@ -161,9 +147,7 @@ def command_in_child(
         sys.exit(main(["train", *arguments]))
 
 
-def start_command(
-    arguments: list[str], output: Path, devices: int = 1, **settings: Any
-) -> BaseProcess:
+def start_command(arguments, output, devices=1, **settings):
     """Starts `command_in_child`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.examples.tiny_run"])
@@ -174,15 +158,13 @@ def start_command(
     return child
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return int(listener.getsockname()[1])
 
 
-def run_hosts(
-    arguments: list[str], said_in: Path, *, limit: float = 300, **settings: Sequence[Any]
-) -> tuple[list[int | None], list[str]]:
+def run_hosts(arguments, said_in, *, limit=300, **settings):
     """Runs `wedlm train` as two processes of one run; returns their statuses and what each said.
 
     Args:
@@ -209,7 +191,7 @@ def run_hosts(
     return statuses, [path.read_text() for path in said]
 
 
-def write_recipe(config: TrainConfig, folder: Path) -> Path:
+def write_recipe(config, folder):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
     save_config(config, path)

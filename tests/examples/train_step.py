@@ -1,10 +1,6 @@
 """A step of a tiny model on random rows: for the tests of steps."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +11,12 @@ from flax import nnx
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from train.optimizer import make_optimizer
 from train.step import (
-    Metrics,
     Objective,
     TrainState,
     accumulate,
     make_train_step,
     prepare_given,
 )
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.loss import LossConfig
 
 LENGTH, CHUNK = 32, 4
@@ -42,7 +36,7 @@ OBJECTIVE = Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=CHUNK))
 GRAPH, PARAMETERS = nnx.split(tiny_transformer())
 
 
-def optimizer() -> optax.GradientTransformationExtraArgs:
+def optimizer():
     return make_optimizer(
         optax.constant_schedule(LEARNING_RATE),
         b1=B1,
@@ -53,7 +47,7 @@ def optimizer() -> optax.GradientTransformationExtraArgs:
     )
 
 
-def fresh_state(step: int = 0, parameters: Any = PARAMETERS, frozen: Any = None) -> TrainState:
+def fresh_state(step=0, parameters=PARAMETERS, frozen=None):
     """Copies, because the step donates its state."""
     parameters, frozen = jax.tree.map(jnp.array, (parameters, frozen))
     return TrainState(jnp.int32(step), parameters, optimizer().init(parameters), frozen=frozen)
@@ -63,9 +57,7 @@ def fresh_state(step: int = 0, parameters: Any = PARAMETERS, frozen: Any = None)
 wedlm_step = make_train_step(GRAPH, optimizer(), OBJECTIVE)
 
 
-def run_steps(
-    step: Callable[..., Any], state: TrainState, batches: Iterable[PackedRows]
-) -> tuple[list[Metrics], TrainState]:
+def run_steps(step, state, batches):
     """What the steps measure, and the state after them, on the host."""
     seen = []
     for batch in batches:
@@ -74,12 +66,12 @@ def run_steps(
     return seen, jax.device_get(state)
 
 
-def micro_batches(x: jax.Array, steps: int) -> jax.Array:
+def micro_batches(x, steps):
     """Splits a batch into A accumulation steps: ``[A * R, L]`` to ``[A, R, L]``."""
     return x.reshape(steps, -1, *x.shape[1:])
 
 
-def global_batch(seed: int = 0) -> tuple[PackedRows, jax.Array, jax.Array]:
+def global_batch(seed=0):
     """Four rows that weigh very differently: one full, one short, one prompt, one empty."""
     random = np.random.default_rng(seed)
     full = [random_sample(random, 13), random_sample(random, 15, prompt=4)]
@@ -87,11 +79,11 @@ def global_batch(seed: int = 0) -> tuple[PackedRows, jax.Array, jax.Array]:
     return packed([full, short, prompt_only, []], LENGTH)
 
 
-def training_rows(seed: int = 0) -> PackedRows:
+def training_rows(seed=0):
     return jax.tree.map(lambda x: micro_batches(x, 2), global_batch(seed)[0])
 
 
-def named(tree: Any) -> dict[str, Any]:
+def named(tree):
     """The leaves of a tree by their paths, on the host."""
     host = jax.device_get(tree)
     flat, _ = jax.tree_util.tree_flatten_with_path(host, is_leaf=lambda x: x is None)
@@ -99,14 +91,12 @@ def named(tree: Any) -> dict[str, Any]:
 
 
 @partial(jax.jit, static_argnames=("steps", "objective"))
-def gradients_of(
-    rows: PackedRows, masked: jax.Array, ratio: jax.Array, *, steps: int, objective: Objective
-) -> tuple:
+def gradients_of(rows, masked, ratio, *, steps, objective):
     batch = jax.tree.map(lambda x: micro_batches(x, steps), (rows, masked, ratio))
     return accumulate(GRAPH, PARAMETERS, *prepare_given(objective, *batch))
 
 
-def assert_same_gradients(ours: Any, theirs: Any) -> None:
+def assert_same_gradients(ours, theirs):
     """Up to float32 rounding, and none is zero."""
     expected = named(theirs)
     for name, value in named(ours).items():
@@ -115,7 +105,7 @@ def assert_same_gradients(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(value / scale, expected[name] / scale, atol=2e-5, err_msg=name)
 
 
-def assert_same(ours: tuple, theirs: tuple) -> None:
+def assert_same(ours, theirs):
     """Gradients and metrics, up to float32 rounding."""
     for name, value in theirs[1].items():
         np.testing.assert_allclose(ours[1][name], value, rtol=1e-5, err_msg=name)

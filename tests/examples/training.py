@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +49,7 @@ PLAIN = ModelConfig(
 )
 
 
-def tiny_transformer(**changes: object) -> Transformer:
+def tiny_transformer(**changes):
     return Transformer(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(5))  # type: ignore[arg-type]
 
 
@@ -61,13 +60,13 @@ class MatrixMask(CausalMask):
 
     matrix: jax.Array | None = None
 
-    def dense(self, batch: int, length: int) -> jax.Array:
+    def dense(self, batch, length):
         assert self.matrix is not None
         assert self.matrix.shape == (batch, length, length)
         return self.matrix
 
 
-def random_sample(random: np.random.Generator, length: int, prompt: int = 0) -> MaskedSample:
+def random_sample(random, length, prompt=0):
     """Random tokens and masks. The mask token's id may occur as a plain token, too."""
     trainable = np.arange(length) >= prompt
     blocks = random.uniform(0.05, 1.0, -(-length // BLOCK)).astype(np.float32)
@@ -79,11 +78,9 @@ def random_sample(random: np.random.Generator, length: int, prompt: int = 0) -> 
     )
 
 
-def packed(
-    rows: Sequence[Sequence[MaskedSample]], row_length: int
-) -> tuple[PackedRows, jax.Array, jax.Array]:
+def packed(rows, row_length):
     """Rows of samples as arrays ``[R, L]``, with ``masked`` and ``ratio`` in logical order."""
-    arrays: dict[str, list[np.ndarray]] = {}
+    arrays = {}
     for samples in rows:
         plain = [TokenisedSample(sample.tokens, sample.trainable) for sample in samples]
         row = row_arrays(plain, row_length=row_length, block_size=BLOCK, pad_token_id=0)

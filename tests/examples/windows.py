@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from wedlm_jax.decode.options import HostOptions, Options, Traits
-from wedlm_jax.decode.state import DecodeState, HeadRows, idle_state
+from wedlm_jax.decode.options import HostOptions, Traits
+from wedlm_jax.decode.state import HeadRows, idle_state
 from wedlm_jax.params import SamplingParams
 
 VOCAB = 12
@@ -54,18 +52,18 @@ class Decoding:
     num_forwards: int = 1
 
     @property
-    def anchored(self) -> bool:
+    def anchored(self):
         return self.params.mode != "paper"
 
     @property
-    def known(self) -> int:
+    def known(self):
         return int(self.anchored)
 
-    def place(self, slot: int) -> int:
+    def place(self, slot):
         """Which token of the completion a slot is."""
         return len(self.completion) - self.known + slot
 
-    def rows(self) -> list[tuple[int, bool]]:
+    def rows(self):
         """What its rows predict: the slot, and whether the row is a mask."""
         filled = sum(token is not None for token in self.window)
         masks = [(slot, True) for slot, token in enumerate(self.window) if token is None]
@@ -80,10 +78,10 @@ words = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4
 
 
 @st.composite
-def option_params(draw: st.DrawFn, mode: str) -> SamplingParams:
+def option_params(draw, mode):
     """Any of the options that change logits, each in half of the cases."""
 
-    def some(values: st.SearchStrategy[Any], otherwise: Any) -> Any:
+    def some(values, otherwise):
         return draw(values) if draw(st.booleans()) else otherwise
 
     hot = draw(st.booleans())
@@ -105,7 +103,7 @@ def option_params(draw: st.DrawFn, mode: str) -> SamplingParams:
 
 
 @st.composite
-def sequences(draw: st.DrawFn, *modes: str) -> Decoding:
+def sequences(draw, *modes):
     """A sequence in one of the ``modes``, by default any."""
     mode = draw(st.sampled_from(modes or ("paper", "verified", "ar")))
     prompt = tuple(draw(st.lists(tokens, min_size=1, max_size=6)))
@@ -120,7 +118,7 @@ def sequences(draw: st.DrawFn, *modes: str) -> Decoding:
     return Decoding(prompt, completion, window, draw(option_params(mode)), draw(st.integers(1, 9)))
 
 
-def state_of(some: Sequence[Decoding]) -> DecodeState:
+def state_of(some):
     """The state of these, and of one that is not there behind them."""
     count = len(some) + 1
     empty = idle_state(count, window=WINDOW, text=LONGEST_TEXT, emitted=1, with_logprobs=False)
@@ -151,14 +149,14 @@ def state_of(some: Sequence[Decoding]) -> DecodeState:
     return dataclasses.replace(empty, **{k: jnp.asarray(v) for k, v in arrays.items()})
 
 
-def options_of(some: Sequence[Decoding], traits: Traits = ALL_TRAITS) -> Options:
+def options_of(some, traits=ALL_TRAITS):
     host = HostOptions(len(some) + 1, traits)
     for i, one in enumerate(some):
         host.set(i, one.params, window=WINDOW, stops=STOPS)
     return host.options()
 
 
-def rows_of(some: Sequence[Decoding], *, padding: int = 2) -> tuple[HeadRows, list[Any]]:
+def rows_of(some, *, padding=2):
     """The rows of all of them one behind the other, and for each ``(sequence, slot, is_mask)``."""
     named = [(i, *row) for i, one in enumerate(some) for row in one.rows()]
     padded = [*named, *[(0, 0, False)] * padding]

@@ -1,14 +1,11 @@
 """A few questions of two kinds, for tests of what asks them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 PROMPTS = ("one two", "the cat", "12 + 30", "日本")
 
 
-def write_questions(path: Path) -> Path:
+def write_questions(path):
     """Writes a file in which no answer is right, and half of the questions have no right answer."""
     rows = [
         {

@@ -1,7 +1,5 @@
 """The decoder compiles for TPUs on this machine, and its report says what is so."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -31,7 +29,7 @@ MODEL = ModelConfig(
 )
 
 
-def test_a_forward_is_counted_by_hand() -> None:
+def test_a_forward_is_counted_by_hand():
     """Two sequences on two chips, windows of 4 behind texts of 64 tokens."""
     sizes, chip = DecodeSizes(sequences=2, model_len=64, window=4), Chip(0, 1e3, 1e2, 1e1, 1.0)
     forward = forward_of(MODEL, sizes, 2, 2, weights=10_000, bytes_per_token=7, chip=chip)
@@ -49,7 +47,7 @@ def test_a_forward_is_counted_by_hand() -> None:
     assert forward.bound.seconds <= forward.expected
 
 
-def test_drafts_from_the_text_count_as_masks_do() -> None:
+def test_drafts_from_the_text_count_as_masks_do():
     """15 drafts behind the last token are as many tokens and rows as AR's one, 16 times."""
     chip = Chip(0, 1e3, 1e2, 1e1, 1.0)
     drafts, one = (
@@ -61,7 +59,7 @@ def test_drafts_from_the_text_count_as_masks_do() -> None:
     assert drafts.least_bytes == one.least_bytes
 
 
-def test_a_model_is_a_folder_or_a_recipe(tmp_path: Path) -> None:
+def test_a_model_is_a_folder_or_a_recipe(tmp_path):
     recipe = read(str(ROOT / "configs" / "wedlm_8b.yaml"))
     assert (recipe.num_hidden_layers, recipe.mask_token_id) == (36, 151665)
     config = {"model_type": "wedlm", **recipe_architecture(recipe)}
@@ -73,7 +71,7 @@ def test_a_model_is_a_folder_or_a_recipe(tmp_path: Path) -> None:
             read(str(tmp_path / source))
 
 
-def recipe_architecture(model: ModelConfig) -> dict[str, object]:
+def recipe_architecture(model):
     fields = dataclasses.asdict(model)
     return {
         **{name: fields[name] for name in fields if name not in ("rope", "model_type")},
@@ -90,15 +88,13 @@ def recipe_architecture(model: ModelConfig) -> dict[str, object]:
         ({"batch_size": 0}, "--batch-size"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict, message: str) -> None:
+def test_options_that_cannot_be_are_refused(options, message):
     model = {} if message == "needs --model" else {"model": str(ROOT / "configs/wedlm_8b.yaml")}
     with pytest.raises(InputError, match=message):
         main({"topology": "v5e:2x4", **model, **options})
 
 
-def test_without_the_compiler_the_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, capsys):
     hide_libtpu(monkeypatch)
     recipe = str(ROOT / "configs" / "wedlm_8b.yaml")
     assert wedlm(["generate", "--compile-only", "--model", recipe]) == 2
@@ -110,9 +106,7 @@ def test_without_the_compiler_the_command_says_what_to_install(
 @pytest.mark.parametrize(
     ("family", "drafts"), [("wedlm", "W = 16"), ("qwen3", "15 drafts from the text")]
 )
-def test_a_small_decoder_compiles_for_a_real_topology(
-    tmp_path: Path, family: str, drafts: str
-) -> None:
+def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts):
     """In a process of its own: the compiler's library wants one to itself."""
     config = {
         "model_type": family,

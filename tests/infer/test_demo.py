@@ -1,9 +1,6 @@
 """The demo shows every prompt, measures decoders, explains its columns, and draws a picture."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,14 +11,14 @@ from wedlm_jax.errors import InputError
 
 
 @pytest.fixture(autouse=True)
-def embedded(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def embedded(checkpoint, tmp_path, monkeypatch):
     """A tiny model and few questions in the place of the embedded ones."""
     path = write_questions(tmp_path / "heldout.jsonl")
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", checkpoint)
     monkeypatch.setattr("infer.evaluate.EMBEDDED_QUESTIONS", path)
 
 
-def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_it_prints_plain_lines(capsys):
     assert infer.demo.main(["--samples", "4"]) == 0
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
@@ -41,9 +38,7 @@ def test_without_a_terminal_it_prints_plain_lines(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.full
-def test_the_picture_has_a_line_for_each_forward(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_picture_has_a_line_for_each_forward(tmp_path, capsys):
     picture = tmp_path / "demo.svg"
     assert infer.demo.main(["--record", str(picture)]) == 0
     assert capsys.readouterr().out.endswith(f"wrote {picture}\n")
@@ -68,6 +63,6 @@ def test_the_picture_has_a_line_for_each_forward(
         ("--record no/such/demo.svg", "--record no/such/demo.svg: expected"),
     ],
 )
-def test_bad_options_are_refused(arguments: str, message: str) -> None:
+def test_bad_options_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         infer.demo.main(arguments.split())

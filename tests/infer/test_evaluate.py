@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,6 @@ from infer.evaluate import decoders_at, evaluate
 from infer.score import Score
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.checkpoint.convert import main as convert
-from wedlm_jax.completion import Completion
 from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -21,12 +19,12 @@ from wedlm_jax.records.questions import Question
 
 
 @pytest.fixture(scope="module")
-def questions_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions_file(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions") / "heldout.jsonl")
 
 
 @pytest.mark.full
-def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
+def test_scores_are_sums_over_completions(checkpoint):
     decoders = decoders_at(str(checkpoint), [0.4], window_size=2, batch_size=2)
     assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "paper τ=0.4", "verified"]
     chat = [{"role": "user", "content": PROMPTS[0]}]
@@ -39,8 +37,8 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
         dataclasses.replace(question, answer=answer.text),
         dataclasses.replace(question, answer=answer.text + "!"),
     ]
-    told: list[str] = []
-    answers: dict[str, list[Completion]] = {}
+    told = []
+    answers = {}
     scores = evaluate(
         decoders, questions, passes=2, on_pass=told.append, on_answers=answers.__setitem__
     )
@@ -66,9 +64,7 @@ def test_scores_are_sums_over_completions(checkpoint: Path) -> None:
     assert told == [d.name for d in decoders] * 3
 
 
-def test_the_command_writes_what_it_prints(
-    checkpoint: Path, questions_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_what_it_prints(checkpoint, questions_file, tmp_path, capsys):
     output = tmp_path / "scores.json"
     plot = tmp_path / "scores.svg"
     arguments = f"--model {checkpoint} --questions {questions_file} --output {output} "
@@ -92,13 +88,13 @@ def test_the_command_writes_what_it_prints(
 
 
 def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    checkpoint, tmp_path, capsys
+):
     """A prompt is completed as it stands, as the same line of `wedlm generate` is."""
     llm = LLM(checkpoint, window_size=2, max_batch_size=2)
     params = SamplingParams(max_tokens=24)
     texts = [completion.text or "" for completion in llm.generate(list(PROMPTS), params)]
-    rows: list[dict[str, object]] = [
+    rows = [
         {"prompt": prompt, "answer": text[1:4] or "x", "match": "contains"}
         for prompt, text in zip(PROMPTS, texts, strict=True)
     ]
@@ -127,19 +123,19 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
 
 
 def test_a_question_that_leaves_no_room_is_refused_by_line_before_any_is_decoded(
-    checkpoint: Path, questions_file: Path
-) -> None:
+    checkpoint, questions_file
+):
     arguments = f"--model {checkpoint} --questions {questions_file} --decoders ar --max-model-len 2"
     with pytest.raises(InputError, match=rf"{questions_file}, line 1: "):
         infer.evaluate.main(arguments.split())
 
 
-def test_answers_are_as_long_as_the_context_allows(checkpoint: Path) -> None:
+def test_answers_are_as_long_as_the_context_allows(checkpoint):
     (decoder,) = decoders_at(
         str(checkpoint), [], kinds=["ar"], max_model_len=24, max_tokens=320, ignore_eos=True
     )
     questions = [Question(text, "x", "exact") for text in ("the cat", "the cat sat on the mat")]
-    answers: list[Completion] = []
+    answers = []
     evaluate([decoder], questions, passes=1, on_answers=lambda _, found: answers.extend(found))
     for question, answer in zip(questions, answers, strict=True):
         assert len(answer.token_ids) == 24 - len(decoder.llm.as_ids(question.prompt))
@@ -149,9 +145,7 @@ def test_answers_are_as_long_as_the_context_allows(checkpoint: Path) -> None:
     ("seconds", "told"),
     [((2.0, 1.0), ""), ((1.0, 2.0), "verified decodes slower than AR: 0.50x in low entropy; ")],
 )
-def test_a_default_that_is_slower_than_ar_is_told(
-    seconds: tuple[float, float], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_default_that_is_slower_than_ar_is_told(seconds, told, capsys):
     scores = [
         Score(name, "low_entropy", 1, 1.0, 1.0, 1.0, 8, 8, 8, spent)
         for name, spent in zip(("AR", "verified"), seconds, strict=True)
@@ -163,9 +157,7 @@ def test_a_default_that_is_slower_than_ar_is_told(
     assert bool(said) == bool(told)
 
 
-def test_a_model_that_knows_no_masks_has_two_decoders(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_knows_no_masks_has_two_decoders(checkpoint, tmp_path, capsys):
     folder = tmp_path / "qwen3"
     assert convert([str(checkpoint), str(folder), "--model-type", "qwen3"]) == 0
     decoders = decoders_at(str(folder), [0.4])
@@ -192,6 +184,6 @@ def test_a_model_that_knows_no_masks_has_two_decoders(
         ("--tasks x --limit 0", "--limit: expected at least 1"),
     ],
 )
-def test_bad_options_are_refused(arguments: str, says: str) -> None:
+def test_bad_options_are_refused(arguments, says):
     with pytest.raises(InputError, match=says):
         infer.evaluate.main(arguments.split())

@@ -1,11 +1,7 @@
 """Flags of a command line from the fields of `SamplingParams`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +17,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.params import OPTIONS, SamplingParams
 
 
-def parsed(*arguments: str) -> dict[str, Any]:
+def parsed(*arguments):
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
     add_sampling_options(parser)
     return vars(parser.parse_args(arguments))
@@ -52,21 +48,21 @@ GIVEN = {
 }
 
 
-def words(name: str, value: object) -> list[str]:
+def words(name, value):
     if value is True:
         return [flag(name)]
     values = value if isinstance(value, tuple) else (value,)
     return [flag(name), *("none" if one is None else str(one) for one in values)]
 
 
-def test_every_field_has_a_flag_that_gives_its_value() -> None:
+def test_every_field_has_a_flag_that_gives_its_value():
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert {*GIVEN, *NOT_FLAGS, "json_schema", "regex"} == fields
     arguments = [word for name, value in GIVEN.items() for word in words(name, value)]
     assert sampling_params(parsed(*arguments)) == SamplingParams(**GIVEN)  # type: ignore[arg-type]
 
 
-def test_grammars_have_flags(tmp_path: Path) -> None:
+def test_grammars_have_flags(tmp_path):
     assert sampling_params(parsed("--regex", "a+")) == SamplingParams(regex="a+")
     file = tmp_path / "schema.json"
     file.write_text('{"type": "object"}')
@@ -79,9 +75,7 @@ def test_grammars_have_flags(tmp_path: Path) -> None:
     ("content", "said"),
     [(None, "No such file"), (b'{"a', "expected a JSON schema"), (b"\xff", "cannot be read")],
 )
-def test_a_schema_that_cannot_be_read_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, said: str
-) -> None:
+def test_a_schema_that_cannot_be_read_is_told(tmp_path, capsys, content, said):
     file = tmp_path / "schema.json"
     if content is not None:
         file.write_bytes(content)
@@ -93,13 +87,13 @@ def test_a_schema_that_cannot_be_read_is_told(
     assert str(file) in err
 
 
-def test_without_flags_the_defaults_are_those_of_the_class() -> None:
+def test_without_flags_the_defaults_are_those_of_the_class():
     assert parsed() == {}
     assert sampling_params(parsed()) == SamplingParams()
 
 
 @pytest.mark.parametrize("name", sorted({*OPTIONS} - {*NOT_FLAGS}))
-def test_help_says_what_the_field_says(name: str) -> None:
+def test_help_says_what_the_field_says(name):
     parser = argparse.ArgumentParser(prog="x", usage="x")
     add_sampling_options(parser)
     shown = " ".join(parser.format_help().split())
@@ -107,7 +101,7 @@ def test_help_says_what_the_field_says(name: str) -> None:
     assert name in field_list("", 90)
 
 
-def test_a_message_names_the_flag() -> None:
+def test_a_message_names_the_flag():
     with pytest.raises(InputError, match=r"^--top-p: expected"):
         sampling_params({"top_p": 0})
     assert as_flag("max_batch_size: expected 1") == "--batch-size: expected 1"

@@ -1,13 +1,10 @@
 """`wedlm generate` on one prompt: what goes to which stream, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,22 +26,22 @@ ONE_SIZE = "--deterministic"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return str(write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny"))
 
 
 @pytest.fixture(scope="module")
-def llm(model: str) -> LLM:
+def llm(model):
     llm = LLM(model, window_size=4, max_batch_size=1, deterministic=True)
     llm.engine.expect(EVERYTHING)
     return llm
 
 
-def run(model: str, *arguments: str) -> int:
+def run(model, *arguments):
     """Runs the command; one program is compiled for whatever the tests ask for."""
     load = generate.load
 
-    def expecting_everything(options: dict[str, Any]) -> LLM:
+    def expecting_everything(options):
         llm = load(options)
         llm.engine.expect(EVERYTHING)
         return llm
@@ -54,16 +51,14 @@ def run(model: str, *arguments: str) -> int:
         return run_as_it_is(model, *arguments)
 
 
-def run_as_it_is(model: str, *arguments: str) -> int:
+def run_as_it_is(model, *arguments):
     return main(["generate", "--model", model, ONE_SIZE, *SHAPE, *arguments])
 
 
 # --- the text and the summary ------------------------------------------------------------
 
 
-def test_prompt_prints_its_text_and_nothing_else(
-    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompt_prints_its_text_and_nothing_else(model, llm, capsys):
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     capsys.readouterr()
     assert run(model, "--prompt", "the cat") == 0
@@ -79,15 +74,13 @@ def test_prompt_prints_its_text_and_nothing_else(
 
 
 @pytest.mark.full
-def test_a_jobs_warm_up_compiles_what_its_other_options_need(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_jobs_warm_up_compiles_what_its_other_options_need(model, tmp_path, monkeypatch):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "the cat"}\n', encoding="utf-8")
-    loaded: list[tuple[LLM, int]] = []
+    loaded = []
     load = generate.load
 
-    def counting(options: dict[str, Any]) -> LLM:
+    def counting(options):
         llm = load(options)
         loaded.append((llm, llm.engine.num_programs))
         return llm
@@ -101,9 +94,7 @@ def test_a_jobs_warm_up_compiles_what_its_other_options_need(
     assert llm.engine.num_programs == programs
 
 
-def test_options_reach_the_decoder(
-    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_reach_the_decoder(model, llm, capsys):
     params = SamplingParams(
         max_tokens=20,
         temperature=0.9,
@@ -125,9 +116,7 @@ def test_options_reach_the_decoder(
     assert capsys.readouterr().out == expected.text[: expected.text.index(stop)] + "\n"
 
 
-def test_penalties_and_bad_words_reach_the_decoder(
-    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_penalties_and_bad_words_reach_the_decoder(model, llm, capsys):
     (plain,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     assert plain.text
     params = SamplingParams(
@@ -148,13 +137,7 @@ def test_penalties_and_bad_words_reach_the_decoder(
 
 
 @pytest.mark.parametrize("piped", ["the cat", "the cat\n", "the cat\r\n"])
-def test_prompt_from_standard_input(
-    model: str,
-    llm: LLM,
-    piped: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_prompt_from_standard_input(model, llm, piped, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
     assert run(model, "--prompt", "-") == 0
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
@@ -162,9 +145,7 @@ def test_prompt_from_standard_input(
 
 
 @pytest.mark.full
-def test_chat_applies_the_template(
-    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_chat_applies_the_template(model, llm, capsys):
     params = SamplingParams(max_tokens=24)
     (expected,) = llm.chat([{"role": "user", "content": "the cat"}], params)
     (plain,) = llm.generate("the cat", params)
@@ -173,9 +154,7 @@ def test_chat_applies_the_template(
 
 
 @pytest.mark.full
-def test_samples_of_a_prompt_one_below_the_other(
-    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_of_a_prompt_one_below_the_other(model, llm, capsys):
     params = SamplingParams(max_tokens=24, temperature=0.8, n=2)
     (expected,) = llm.generate("the cat", params)
     assert run(model, "--prompt", "the cat", "--n", "2", "--temperature", "0.8") == 0
@@ -184,9 +163,7 @@ def test_samples_of_a_prompt_one_below_the_other(
     assert capsys.readouterr().out == shown
 
 
-def test_log_probabilities_of_a_prompt_a_line_a_token(
-    model: str, llm: LLM, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_log_probabilities_of_a_prompt_a_line_a_token(model, llm, capsys):
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24, logprobs=2))
     capsys.readouterr()
     assert run(model, "--prompt", "the cat", "--logprobs", "2") == 0
@@ -197,7 +174,7 @@ def test_log_probabilities_of_a_prompt_a_line_a_token(
     assert [line.split()[0] for line in lines] == [f"{x.logprob:.3f}" for x in expected.logprobs]
 
 
-def test_the_token_that_ends_a_text_is_shown(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_token_that_ends_a_text_is_shown(llm, capsys):
     (end,) = llm.engine.config.eos_token_ids
     said = TokenLogprob(-0.5, [(end, -0.5)])
     _print_logprobs(llm, Completion("", [end], "stop", 1, 1, [said]))
@@ -207,9 +184,7 @@ def test_the_token_that_ends_a_text_is_shown(llm: LLM, capsys: pytest.CaptureFix
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", ["--mesh data=2 --deterministic", ""])
-def test_neither_devices_nor_many_sizes_change_what_is_said(
-    model: str, llm: LLM, options: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_neither_devices_nor_many_sizes_change_what_is_said(model, llm, options, capsys):
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     arguments = ["--model", model, *SHAPE, "--prompt", "the cat", *options.split()]
     with two_sizes():
@@ -218,11 +193,8 @@ def test_neither_devices_nor_many_sizes_change_what_is_said(
 
 
 def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(
-    model: str,
-    llm: LLM,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    model, llm, tmp_path, capsys
+):
     shutil.copytree(model, tmp_path / "qwen")
     path = tmp_path / "qwen" / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -297,9 +269,7 @@ def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(
         (["--prompt", "a", "--model", "/no/such"], "/no/such: no such folder"),
     ],
 )
-def test_refused(
-    model: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused(model, arguments, message, capsys):
     assert run(model, *arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -319,25 +289,21 @@ def test_refused(
         ["--max-cache-tokens", "100"],
     ],
 )
-def test_refused_by_the_parser(
-    model: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_by_the_parser(model, arguments, capsys):
     with pytest.raises(SystemExit) as exit_status:
         run(model, "--prompt", "a", *arguments)
     assert exit_status.value.code == 2
     assert arguments[0] in capsys.readouterr().err
 
 
-def test_text_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_needs_a_tokenizer(tmp_path, capsys):
     bare = str(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False))
     for arguments in (["--prompt", "a"], ["--chat", "--prompt", "a"]):
         assert run(bare, *arguments) == 2
         assert "bare has no tokenizer" in capsys.readouterr().err
 
 
-def test_without_model_the_embedded_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
-) -> None:
+def test_without_model_the_embedded_one(tmp_path, monkeypatch, capsys, model):
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", Path(model))
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 0
     assert capsys.readouterr().out
@@ -346,9 +312,7 @@ def test_without_model_the_embedded_one(
     assert "no model is embedded in this installation" in capsys.readouterr().err
 
 
-def test_standard_input_that_is_no_text(
-    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_standard_input_that_is_no_text(model, monkeypatch, capsys):
     stdin = io.TextIOWrapper(io.BytesIO("naïve".encode("utf-16")), encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", stdin)
     assert run(model, "--prompt", "-") == 2

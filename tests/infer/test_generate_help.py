@@ -1,7 +1,5 @@
 """The help of `wedlm generate`: true defaults and choices, examples that work, and no wait."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex
@@ -20,7 +18,7 @@ from wedlm_jax.llm import LLM
 from wedlm_jax.params import MODES, SamplingParams
 
 
-def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_defaults_that_hold(capsys):
     with pytest.raises(SystemExit) as exit_status:
         main(["generate", "--help"])
     assert exit_status.value.code == 0
@@ -58,14 +56,14 @@ def test_help_names_the_defaults_that_hold(capsys: pytest.CaptureFixture[str]) -
     assert re.search(r"--mode [^\[]*\[([a-z]+)\]", text).group(1) == params.mode  # type: ignore[union-attr]
 
 
-def test_choices_of_the_help_are_those_of_the_library() -> None:
+def test_choices_of_the_help_are_those_of_the_library():
     choices = {action.dest: action.choices for action in generate.parser()._actions}
     assert choices["mode"] is not None
     assert set(choices["mode"]) == set(MODES)
     assert choices["attention"] == tuple(RAGGED_BACKENDS)
 
 
-def test_examples_of_the_help_are_accepted() -> None:
+def test_examples_of_the_help_are_accepted():
     examples = re.findall(r"wedlm generate (--.*?)(?: {3,}\(.*| && .*)?\n", generate.FILES)
     assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 9
     for example in examples:
@@ -73,7 +71,7 @@ def test_examples_of_the_help_are_accepted() -> None:
         generate._check_combination(options)
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
         "from wedlm_jax.__main__ import main\n"

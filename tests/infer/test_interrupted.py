@@ -1,9 +1,6 @@
 """Ctrl-C while a program is compiled ends a command at once, with nothing half-written."""
 
-from __future__ import annotations
-
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +9,7 @@ from tests.infer.chat.terminal import Terminal
 
 
 @pytest.mark.full
-def test_a_prompt_ends(tmp_path: Path) -> None:
+def test_a_prompt_ends(tmp_path):
     status, said = interrupted(tmp_path, "burst", "generate", "--chat", "--prompt", "Hello.")
     assert status == 130
     assert said.splitlines()[-1] == "wedlm generate: interrupted while compiling"
@@ -23,7 +20,7 @@ def test_a_prompt_ends(tmp_path: Path) -> None:
     ("number", "status"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)],
 )
-def test_a_job_says_what_is_kept(tmp_path: Path, number: signal.Signals, status: int) -> None:
+def test_a_job_says_what_is_kept(tmp_path, number, status):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
     ended, said = interrupted(tmp_path, "burst", "generate", *files, number=number)
@@ -36,7 +33,7 @@ def test_a_job_says_what_is_kept(tmp_path: Path, number: signal.Signals, status:
 
 
 @pytest.mark.full
-def test_a_conversation_ends(tmp_path: Path) -> None:
+def test_a_conversation_ends(tmp_path):
     terminal = Terminal(command(tmp_path, "burst", "chat"), tmp_path)
     try:
         terminal.wait_for("compiling")

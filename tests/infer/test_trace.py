@@ -1,12 +1,7 @@
 """Traces as `wedlm generate --trace` writes them, and what is refused of them and drawn."""
 
-from __future__ import annotations
-
 import copy
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,35 +17,26 @@ PROMPT, LENGTH = 5, 12
 """Tokens of a prompt, and of the answer below."""
 
 
-def generate(checkpoint: Path, *arguments: str) -> int:
+def generate(checkpoint, *arguments):
     shape = ["--window-size", "4", "--max-tokens", str(LENGTH), "--deterministic"]
     return main(["generate", "--model", str(checkpoint), *shape, *arguments])
 
 
-def forward(
-    *,
-    start: int,
-    held: list[int | None],
-    drafted: list[int | None],
-    rejected: Sequence[int] = (),
-    committed: Sequence[int] = (),
-) -> Traced:
-    entropies: list[float | None] = [None if token else 0.51239 for token in [*held, 1]]
+def forward(*, start, held, drafted, rejected=(), committed=()):
+    entropies = [None if token else 0.51239 for token in [*held, 1]]
     seen = WindowForward(start, held, entropies, drafted, [*rejected], 0.25, 100.25 + start)
     return Traced(Request(0, (), SamplingParams()), seen, [*committed], 1, len(held))
 
 
 @pytest.fixture(scope="module")
-def written(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("trace") / "out.json"
     assert generate(checkpoint, "--prompt", "the cat", "--trace", str(path)) == 0
     return path
 
 
 @pytest.mark.full
-def test_generate_writes_the_trace_of_what_it_prints(
-    checkpoint: Path, written: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_writes_the_trace_of_what_it_prints(checkpoint, written, capsys):
     (trace,) = read_trace(written)
     assert generate(checkpoint, "--prompt", "the cat") == 0
     assert "".join(one["text"] for one in trace["forwards"]) == capsys.readouterr().out[:-1]
@@ -68,9 +54,9 @@ def test_generate_writes_the_trace_of_what_it_prints(
     assert ids - {"None"} <= trace["tokens"].keys()
 
 
-def test_out_of_order_is_behind_a_mask_that_stays() -> None:
+def test_out_of_order_is_behind_a_mask_that_stays():
     trace = SequenceTrace(None, SamplingParams(mode="paper"), PROMPT, 4)
-    held: list[int | None] = [7, None, None, None, None]
+    held = [7, None, None, None, None]
     trace.take(forward(start=PROMPT, held=held, drafted=[None, 8, None, 9, None]))
     trace.take(forward(start=PROMPT, held=held, drafted=[None, 8, 9, None, None]))
     first, second = trace.whole(None)["forwards"]
@@ -79,7 +65,7 @@ def test_out_of_order_is_behind_a_mask_that_stays() -> None:
     assert (first["start"], first["entropies"]) == (0, [None, *[0.5124] * 4, None])
 
 
-def test_the_news_of_a_stream_join_to_the_whole(checkpoint: Path) -> None:
+def test_the_news_of_a_stream_join_to_the_whole(checkpoint):
     llm = LLM(checkpoint, window_size=4, deterministic=True, max_batch_size=1)
     params = SamplingParams(max_tokens=LENGTH, mode="paper")
     prompt = llm.as_ids("one two")
@@ -109,23 +95,21 @@ def test_the_news_of_a_stream_join_to_the_whole(checkpoint: Path) -> None:
         (["--input", "x.jsonl", "--output", "y.jsonl"], "--trace goes with --prompt"),
     ],
 )
-def test_what_a_trace_does_not_go_with(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_trace_does_not_go_with(arguments, says, tmp_path, capsys):
     assert main(["generate", *arguments, "--trace", str(tmp_path / "t.json")]) == 2
     assert says in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_cannot_be_written(tmp_path, capsys):
     for path, says in ((tmp_path, "is a folder"), (tmp_path / "no" / "t.json", "no such folder")):
         assert main(["generate", "--prompt", "x", "--trace", str(path)]) == 2
         assert f"{path}: {says}" in capsys.readouterr().err
 
 
-def changed(whole: dict[str, Any], path: tuple[str | int, ...], value: Any) -> dict[str, Any]:
+def changed(whole, path, value):
     whole = copy.deepcopy(whole)
-    inner: Any = whole
+    inner = whole
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
@@ -154,9 +138,7 @@ FORWARD = ("sequences", 0, "forwards", 0)
         ((*FORWARD, "rejected"), [99], "expected slots from 0 to "),
     ],
 )
-def test_a_damaged_file_is_refused(
-    path: tuple[str | int, ...], value: Any, says: str, written: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_refused(path, value, says, written, tmp_path):
     whole = changed(json.loads(written.read_bytes()), path, value)
     bad = tmp_path / "bad.json"
     bad.write_text(json.dumps(whole), encoding="utf-8")
@@ -166,7 +148,7 @@ def test_a_damaged_file_is_refused(
     assert says in str(error.value)
 
 
-def test_a_missing_field_is_named(written: Path, tmp_path: Path) -> None:
+def test_a_missing_field_is_named(written, tmp_path):
     (trace,) = read_trace(written)
     del trace["forwards"][1]["rejected"]
     write_trace(tmp_path / "bad.json", [trace])
@@ -175,7 +157,7 @@ def test_a_missing_field_is_named(written: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1, 2", b"null", b"[]"])
-def test_what_is_no_trace(content: bytes, tmp_path: Path) -> None:
+def test_what_is_no_trace(content, tmp_path):
     (tmp_path / "x.json").write_bytes(content)
     with pytest.raises(InputError, match=r"x\.json: expected"):
         read_trace(tmp_path / "x.json")
@@ -184,7 +166,7 @@ def test_what_is_no_trace(content: bytes, tmp_path: Path) -> None:
 # --- the drawing -------------------------------------------------------------------------
 
 
-def test_plot_draws_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_draws_what_happened(tmp_path, capsys):
     verified = SequenceTrace(None, SamplingParams(), PROMPT, 2)
     drafted = forward(
         start=PROMPT - 1, held=[3, None, None], drafted=[None, None, 8], committed=[7]
@@ -213,7 +195,7 @@ def test_plot_draws_what_happened(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert strokes == [2 + 1, 1 + 1, 1 + 1]
 
 
-def test_plot_refuses(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_refuses(written, tmp_path, capsys):
     for arguments, says in (
         ([str(tmp_path / "no.json")], "no.json: No such file or directory"),
         ([str(written), "--output", "x.bmp"], "a plot's name ends with one of"),

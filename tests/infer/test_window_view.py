@@ -1,7 +1,5 @@
 """The window as text: what is committed, filled and masked, on one line or in colour."""
 
-from __future__ import annotations
-
 import pytest
 
 from infer.window_view import FILLED_STYLE, MASK, MASK_STYLE, TAIL, plain, styled
@@ -11,7 +9,7 @@ from wedlm_jax.text import TextCodec
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def codec(tmp_path_factory):
     # Specials and bytes only: a character of ASCII is a token, € is three.
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(train_tokenizer([], 260), folder)
@@ -20,13 +18,13 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return loaded
 
 
-def window(codec: TextCodec, slots: str) -> WindowView:
+def window(codec, slots):
     """A window with "_" for a mask."""
     tokens = [None if slot == "_" else codec.encode(slot)[0] for slot in slots]
     return WindowView(0, tokens, list(range(len(tokens))))
 
 
-def cells(codec: TextCodec, committed: str, view: WindowView | None) -> list[tuple[str, str]]:
+def cells(codec, committed, view):
     """What `styled` shows, as pieces with their style; committed text has none."""
     text = styled(codec, codec.encode(committed), view)
     start = min((span.start for span in text.spans), default=len(text.plain))
@@ -34,7 +32,7 @@ def cells(codec: TextCodec, committed: str, view: WindowView | None) -> list[tup
     return [(text.plain[:start], ""), *spans]
 
 
-def test_styled_tells_committed_filled_and_masked_apart(codec: TextCodec) -> None:
+def test_styled_tells_committed_filled_and_masked_apart(codec):
     assert cells(codec, "ab", window(codec, "c_d_")) == [
         ("ab", ""),
         ("c", FILLED_STYLE),
@@ -44,21 +42,21 @@ def test_styled_tells_committed_filled_and_masked_apart(codec: TextCodec) -> Non
     ]
 
 
-def test_styled_without_a_window_is_the_text(codec: TextCodec) -> None:
+def test_styled_without_a_window_is_the_text(codec):
     assert cells(codec, "a\nb", None) == [("a\nb", "")]
 
 
-def test_styled_takes_text_for_text(codec: TextCodec) -> None:
+def test_styled_takes_text_for_text(codec):
     """Square brackets in a completion are no markup."""
     assert styled(codec, codec.encode("[bold]x[/]"), None).plain == "[bold]x[/]"
 
 
-def test_plain_is_one_line(codec: TextCodec) -> None:
+def test_plain_is_one_line(codec):
     line = plain(codec, codec.encode("a\nb"), window(codec, "c_\n_"))
     assert line == "a⏎b|[c]_[⏎]_"
 
 
-def test_every_filled_slot_shows_something(codec: TextCodec) -> None:
+def test_every_filled_slot_shows_something(codec):
     """A special token has no text, and a byte alone is no character."""
     end, mask, euro = codec.encode("<|im_end|><|mask|>€")[:3]
     view = WindowView(5, [end, mask, euro, None], [0, 1, 2, 3])
@@ -67,7 +65,7 @@ def test_every_filled_slot_shows_something(codec: TextCodec) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, TAIL - 1, TAIL, TAIL + 1, 3 * TAIL])
-def test_plain_keeps_the_end_of_the_text(codec: TextCodec, length: int) -> None:
+def test_plain_keeps_the_end_of_the_text(codec, length):
     committed = ("0123456789" * length)[:length]
     tail = plain(codec, codec.encode(committed), window(codec, "_")).removesuffix("|_")
     if length <= TAIL:
@@ -77,7 +75,7 @@ def test_plain_keeps_the_end_of_the_text(codec: TextCodec, length: int) -> None:
         assert tail == "…" + committed[-(TAIL - 1) :]
 
 
-def test_cut_off_character_is_not_shown_as_committed(codec: TextCodec) -> None:
+def test_cut_off_character_is_not_shown_as_committed(codec):
     ids = codec.encode("x€")[:-1]
     assert plain(codec, ids, window(codec, "_")) == "x|_"
     assert styled(codec, ids, None).plain == "x"

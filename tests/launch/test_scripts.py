@@ -1,7 +1,5 @@
 """The launch scripts, run with stand-ins for Slurm, ssh and the training command."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -20,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 
 
-def script(path: Path, text: str) -> Path:
+def script(path, text):
     path.write_text("#!/bin/bash\n" + text)
     path.chmod(0o755)
     return path
 
 
-def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(command, folder, **environment):
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
         command,
@@ -39,7 +37,7 @@ def run(command: list[str], folder: Path, **environment: str) -> subprocess.Comp
     )
 
 
-def ends_with(folder: Path, *statuses: int) -> Path:
+def ends_with(folder, *statuses):
     """A command that ends with one status after another, and notes each call."""
     text = f"""echo "$@" >> calls
 set -- {" ".join(map(str, statuses))}
@@ -49,12 +47,12 @@ exit $1
     return script(folder / "work", text)
 
 
-def calls(folder: Path) -> list[str]:
+def calls(folder):
     return (folder / "calls").read_text().splitlines()
 
 
 @pytest.mark.skipif(shutil.which("shellcheck", path=Path(sys.executable).parent) is None, reason="")
-def test_shellcheck_finds_nothing() -> None:
+def test_shellcheck_finds_nothing():
     shellcheck = str(Path(sys.executable).parent / "shellcheck")
     files = [str(path) for path in LAUNCH.glob("*.sh")]
     assert len(files) == 3
@@ -74,8 +72,8 @@ def test_shellcheck_finds_nothing() -> None:
     ],
 )
 def test_a_restart_loop_ends_when_a_restart_would_not_help(
-    tmp_path: Path, statuses: list[int], limit: int, end: int, restarts: int
-) -> None:
+    tmp_path, statuses, limit, end, restarts
+):
     command = [str(LAUNCH / "restart.sh"), str(ends_with(tmp_path, *statuses)), "a b", "c"]
     ended = run(command, tmp_path, MAX_RESTARTS=str(limit), PAUSE="0")
     assert ended.returncode == end, ended.stderr
@@ -84,7 +82,7 @@ def test_a_restart_loop_ends_when_a_restart_would_not_help(
 
 
 @pytest.mark.parametrize("status", EXIT_STATUS)
-def test_the_scripts_follow_the_table_of_statuses(tmp_path: Path, status: int) -> None:
+def test_the_scripts_follow_the_table_of_statuses(tmp_path, status):
     """What may pass is tried again, bad input is not; what somebody ended stays so, except under
     Slurm, which ends a job itself before its time is over."""
     work = ends_with(tmp_path, status, 0)
@@ -99,9 +97,7 @@ def test_the_scripts_follow_the_table_of_statuses(tmp_path: Path, status: int) -
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_restart_loop_waits_for_a_command_that_was_asked_to_end(
-    tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_a_restart_loop_waits_for_a_command_that_was_asked_to_end(tmp_path, number, status):
     work = script(
         tmp_path / "work",
         "trap 'sleep 0.3; echo saved > saved; exit 143' TERM\n"
@@ -121,9 +117,7 @@ def test_a_restart_loop_waits_for_a_command_that_was_asked_to_end(
     ("status", "restarts", "end", "queued"),
     [(0, 0, 0, False), (2, 0, 2, False), (143, 3, 0, True), (1, 0, 0, True), (1, 20, 1, False)],
 )
-def test_a_slurm_job_is_queued_again_until_it_is_done(
-    tmp_path: Path, status: int, restarts: int, end: int, queued: bool
-) -> None:
+def test_a_slurm_job_is_queued_again_until_it_is_done(tmp_path, status, restarts, end, queued):
     script(tmp_path / "srun", f'echo "$@" > srun.txt; exit {status}')
     script(tmp_path / "scontrol", 'echo "$@" > scontrol.txt')
     ended = run(
@@ -140,7 +134,7 @@ def test_a_slurm_job_is_queued_again_until_it_is_done(
         assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
 
 
-def test_plain_processes_get_their_numbers_and_remote_ones_their_quotes(tmp_path: Path) -> None:
+def test_plain_processes_get_their_numbers_and_remote_ones_their_quotes(tmp_path):
     work = script(tmp_path / "work", 'printf "%s|" "$@" >> "calls-${@: -1}"')
     local = run([str(LAUNCH / "processes.sh"), str(work), "a b"], tmp_path, HOSTS="local:2")
     assert local.returncode == 0, local.stderr
@@ -159,7 +153,7 @@ def test_plain_processes_get_their_numbers_and_remote_ones_their_quotes(tmp_path
     )
 
 
-def test_when_one_process_fails_the_others_are_told_to_end(tmp_path: Path) -> None:
+def test_when_one_process_fails_the_others_are_told_to_end(tmp_path):
     work = script(
         tmp_path / "work",
         "trap 'echo saved > saved; exit 143' TERM\n"
@@ -172,7 +166,7 @@ def test_when_one_process_fails_the_others_are_told_to_end(tmp_path: Path) -> No
     assert (tmp_path / "saved").exists()
 
 
-def test_the_jobset_is_what_the_page_says_and_its_command_is_one_of_ours() -> None:
+def test_the_jobset_is_what_the_page_says_and_its_command_is_one_of_ours():
     job = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = spec["template"]["spec"]
@@ -188,7 +182,7 @@ def test_the_jobset_is_what_the_page_says_and_its_command_is_one_of_ours() -> No
     assert config.data.sources == {"/mnt/share/data/corpus": 1.0}
 
 
-def test_the_manifest_of_a_decoding_job_gives_up_on_bad_input_alone() -> None:
+def test_the_manifest_of_a_decoding_job_gives_up_on_bad_input_alone():
     page = (ROOT / "docs" / "batch.md").read_text(encoding="utf-8")
     job = yaml.safe_load(page.split("```yaml\n")[1].split("```")[0])
     first, second = job["spec"]["podFailurePolicy"]["rules"]

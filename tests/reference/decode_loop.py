@@ -14,7 +14,6 @@ import numpy as np
 from tests.reference.logit_options import adjusted, left_masked, logprobs
 from tests.reference.sampling import choose_token, entropy, masks_to_fill
 from wedlm_jax.decode.logprobs import TokenLogprob
-from wedlm_jax.params import SamplingParams
 
 FullForward = Callable[[Sequence[int], Sequence[int]], np.ndarray]
 """Token ids and logical positions, both ``[T]`` in physical order, to logits ``[T, V]``."""
@@ -34,13 +33,11 @@ class Decoded:
     logprobs: list[TokenLogprob] | None = None
     margin: float = np.inf
 
-    def count_forward(self, active_slots: int) -> None:
+    def count_forward(self, active_slots):
         self.num_forwards += 1
         self.num_token_instances += active_slots
 
-    def commit(
-        self, token: int, logprob: TokenLogprob, stop_ids: set[int], params: SamplingParams
-    ) -> None:
+    def commit(self, token, logprob, stop_ids, params):
         self.token_ids.append(token)
         if params.logprobs is not None:
             self.logprobs = [*(self.logprobs or []), logprob]
@@ -52,20 +49,11 @@ class Decoded:
             self.finish_reason = "length"
 
 
-def decode(
-    forward: FullForward,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    *,
-    window: int,
-    mask_token_id: int,
-    eos_token_ids: Sequence[int] = (),
-    refill: str = "streaming",
-) -> Decoded:
+def decode(forward, prompt, params, *, window, mask_token_id, eos_token_ids=(), refill="streaming"):
     """Decodes with a window of W > 0 masks; with W = 0, autoregressively."""
     stop_ids = {*eos_token_ids, *params.stop_token_ids}
 
-    def predict(ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
+    def predict(ids, positions):
         logits = np.array(forward(ids, positions), np.float64)
         logits[:, mask_token_id] = -np.inf  # a mask is never emitted
         return logits
@@ -74,8 +62,8 @@ def decode(
         return _autoregressive(predict, prompt, params, stop_ids)
 
     text, out = list(prompt), Decoded()
-    slots: list[int | None] = [None] * window
-    filled_with: dict[int, TokenLogprob] = {}  # by position in the text
+    slots = [None] * window
+    filled_with = {}  # by position in the text
     while True:
         start = len(text)
         filled = [s for s, token in enumerate(slots) if token is not None]
@@ -130,9 +118,7 @@ def decode(
             slots = [None] * window
 
 
-def _autoregressive(
-    predict: FullForward, prompt: Sequence[int], params: SamplingParams, stop_ids: set[int]
-) -> Decoded:
+def _autoregressive(predict, prompt, params, stop_ids):
     text, out = list(prompt), Decoded()
     while out.finish_reason is None:
         logits = predict(text, range(len(text)))
@@ -147,5 +133,5 @@ def _autoregressive(
     return out
 
 
-def _leading_run(slots: list[int | None]) -> int:
+def _leading_run(slots):
     return slots.index(None) if None in slots else len(slots)

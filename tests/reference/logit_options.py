@@ -1,19 +1,15 @@
 """What a row's options do to one position's logits, a token at a time, in float64."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-
-from wedlm_jax.params import SamplingParams
 
 Text = Sequence[int | None]
 """A completion, committed tokens and window, None where it is masked."""
 
 
-def seen_by_row(committed: Text, window: Text, known: int, slot: int, is_mask: bool) -> Text:
+def seen_by_row(committed, window, known, slot, is_mask):
     """The completion as the row sees it that predicts ``slot``.
 
     A mask sees what stands in its window, wherever. The row before the slot sees what stands
@@ -22,14 +18,7 @@ def seen_by_row(committed: Text, window: Text, known: int, slot: int, is_mask: b
     return [*committed, *(window if is_mask else window[:slot])[known:]]
 
 
-def adjusted(
-    logits: np.ndarray,
-    params: SamplingParams,
-    prompt: Sequence[int],
-    completion: Text,
-    place: int,
-    stop_ids: Collection[int],
-) -> np.ndarray:
+def adjusted(logits, params, prompt, completion, place, stop_ids):
     """``logits [V]`` for the token at ``place`` of the completion."""
     logits = np.array(logits, np.float64)
     counts = Counter(token for token in completion if token is not None)
@@ -49,7 +38,7 @@ def adjusted(
     return logits
 
 
-def bad_words_in(completion: Text, params: SamplingParams) -> list[range]:
+def bad_words_in(completion, params):
     """Where a bad word stands, whole."""
     found = []
     for word in params.bad_words:
@@ -59,7 +48,7 @@ def bad_words_in(completion: Text, params: SamplingParams) -> list[range]:
     return found
 
 
-def left_masked(completion: Text, new: Sequence[int], params: SamplingParams) -> set[int]:
+def left_masked(completion, new, params):
     """Of the places that one forward has filled, ``new``, the last in each bad word."""
     return {
         max(set(word) & set(new))
@@ -68,7 +57,7 @@ def left_masked(completion: Text, new: Sequence[int], params: SamplingParams) ->
     }
 
 
-def logprobs(logits: np.ndarray, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+def logprobs(logits, token, count):
     """Of ``token``, and the ``count`` most probable ones with theirs."""
     logits = np.asarray(logits, np.float64)
     normal = logits - logits.max()

@@ -1,12 +1,9 @@
 """Prompt lookup in plain Python, one text at a time."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Sequence
 
 
-def find(text: Sequence[int], most: int, longest: int, farthest: int) -> tuple[list[int], int]:
+def find(text, most, longest, farthest):
     """What followed the latest occurrence of the longest ending of at most ``longest`` tokens, and
     over how many tokens, at most ``farthest``, the text before it is the ending of the text. No
     tokens where the last one never occurred before."""
@@ -23,9 +20,7 @@ def find(text: Sequence[int], most: int, longest: int, farthest: int) -> tuple[l
     return [], 0
 
 
-def evidence(
-    copies: Sequence[int], match: int, committed: Sequence[int], farthest: int
-) -> list[tuple[int, bool]]:
+def evidence(copies, match, committed, farthest):
     """What committed tokens say of copies: the length of the ending, and whether the copy after it
     was right."""
     said = []
@@ -36,12 +31,7 @@ def evidence(
     return said
 
 
-def best_drafts(
-    gains: Sequence[Sequence[float]],
-    tokens: int,
-    committed: float,
-    seconds: Callable[[int], float],
-) -> float:
+def best_drafts(gains, tokens, committed, seconds):
     """The most tokens a second of all ways to choose drafts."""
     rates = []
     for counts in itertools.product(*(range(len(own) + 1) for own in gains)):

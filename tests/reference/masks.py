@@ -1,13 +1,9 @@
 """Attention patterns as 0/1 matrices, decided one pair of tokens at a time."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy as np
 
 
-def from_drawing(text: str) -> np.ndarray:
+def from_drawing(text):
     """bool matrix of a drawing: a line a row, ``1`` seen, ``.`` not seen, else ignored.
 
     Row labels stand before a ``|``; a line without one is a heading.
@@ -16,7 +12,7 @@ def from_drawing(text: str) -> np.ndarray:
     return np.array([[mark == "1" for mark in line if mark in "1."] for line in lines])
 
 
-def causal_matrix(segment_ids: Sequence[int]) -> np.ndarray:
+def causal_matrix(segment_ids):
     """bool ``[L, L]``: earlier or equal, of the same segment, which is not padding (0)."""
     length = len(segment_ids)
     return np.array(
@@ -24,7 +20,7 @@ def causal_matrix(segment_ids: Sequence[int]) -> np.ndarray:
     )
 
 
-def dual_stream_matrix(segment_ids: Sequence[int], block_size: int) -> np.ndarray:
+def dual_stream_matrix(segment_ids, block_size):
     """bool ``[2L, 2L]``: the memory stream, then the prediction stream in physical order."""
     length = len(segment_ids)
     matrix = np.zeros((2 * length, 2 * length), bool)
@@ -44,7 +40,7 @@ def dual_stream_matrix(segment_ids: Sequence[int], block_size: int) -> np.ndarra
     return matrix
 
 
-def placed_matrix(segment_ids: Sequence[int], blocks: Sequence[int], block_size: int) -> np.ndarray:
+def placed_matrix(segment_ids, blocks, block_size):
     """bool ``[T, T]``: the memory stream, then copies of these of its blocks."""
     length = len(segment_ids)
     tokens = [(False, i) for i in range(length)]
@@ -58,5 +54,5 @@ def placed_matrix(segment_ids: Sequence[int], blocks: Sequence[int], block_size:
     return matrix
 
 
-def _same_sample(segment_ids: Sequence[int], i: int, j: int) -> bool:
+def _same_sample(segment_ids, i, j):
     return segment_ids[i] == segment_ids[j] != 0

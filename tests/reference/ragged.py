@@ -1,13 +1,9 @@
 """Attention of spans over pages, a query and a head at a time."""
 
-from __future__ import annotations
-
 import numpy as np
 
 
-def cached(
-    pool: np.ndarray, table: np.ndarray, length: int, layer: int, num_pages: int
-) -> tuple[np.ndarray, np.ndarray]:
+def cached(pool, table, length, layer, num_pages):
     """Keys and values ``[length, K, head_dim]`` of one sequence, in order.
 
     Args:
@@ -20,9 +16,7 @@ def cached(
     return both[:, 0::2], both[:, 1::2]
 
 
-def attend_span(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
-) -> np.ndarray:
+def attend_span(queries, keys, values, scale):
     """The last tokens of a sequence ``queries [S, H, head_dim]`` over all of its keys and values
     ``[length, K, head_dim]``, causally; in float64."""
     queries, keys, values = (x.astype(np.float64) for x in (queries, keys, values))

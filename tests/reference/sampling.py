@@ -4,28 +4,22 @@ Each choice is returned with its margin: how far the numbers were from another o
 test compares only where the margin is far above float32 rounding.
 """
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 
-from wedlm_jax.params import SamplingParams
 
-
-def softmax(logits: np.ndarray) -> np.ndarray:
+def softmax(logits):
     weights = np.exp(logits - logits.max())
     return weights / weights.sum()
 
 
-def entropy(logits: np.ndarray) -> float:
+def entropy(logits):
     """In nats; a token of probability 0 adds nothing."""
     probability = softmax(np.asarray(logits, np.float64))
     return float(-sum(p * np.log(p) for p in probability if p > 0))
 
 
-def masks_to_fill(
-    entropies: list[float], slots: list[int], threshold: float | None, penalty: float
-) -> tuple[list[int], float]:
+def masks_to_fill(entropies, slots, threshold, penalty):
     """Indices of the masks to fill, in order, and the margin."""
     adjusted = [h + penalty * (s - slots[0]) for h, s in zip(entropies, slots, strict=True)]
     if threshold is None:
@@ -38,9 +32,7 @@ def masks_to_fill(
     return [int(np.argmin(adjusted))], min(margin, _gap(-np.array(adjusted)))
 
 
-def truncate(
-    logits: np.ndarray, top_k: int, top_p: float, min_p: float = 0.0
-) -> tuple[np.ndarray, float]:
+def truncate(logits, top_k, top_p, min_p=0.0):
     """``logits [V]`` with −inf where min-p, then top-k, then top-p of the rest, leave out; the
     margin."""
     if min_p > 0:
@@ -50,7 +42,7 @@ def truncate(
     by_rank = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     candidates = by_rank[: top_k or None]
     probability = softmax(logits[candidates])
-    kept: list[int] = []
+    kept = []
     margin, reached = np.inf, 0.0
     for token, p in zip(candidates, probability, strict=True):
         if kept:
@@ -66,9 +58,7 @@ def truncate(
     return out, float(margin)
 
 
-def choose_token(
-    logits: np.ndarray, params: SamplingParams, forward: int, slot: int
-) -> tuple[int, float]:
+def choose_token(logits, params, forward, slot):
     """The token for one mask, and the margin.
 
     The random numbers are named by seed, forward and slot, so that a row draws the same
@@ -86,7 +76,7 @@ def choose_token(
     return int(np.argmax(logits)), min(margin, _gap(logits))
 
 
-def _gap(values: np.ndarray) -> float:
+def _gap(values):
     """How far the largest value stands above the next."""
     if len(values) == 1:
         return np.inf

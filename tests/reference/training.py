@@ -4,7 +4,6 @@ no chunks, float64. Source: WeDLM section 4."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,7 +33,7 @@ class Streams:
     ratio: np.ndarray
 
 
-def block_order(masked: Sequence[bool], block_size: int) -> list[int]:
+def block_order(masked, block_size):
     """Logical indices in physical order: in each block the observed, then the masked."""
     order = []
     for start in range(0, len(masked), block_size):
@@ -44,7 +43,7 @@ def block_order(masked: Sequence[bool], block_size: int) -> list[int]:
     return order
 
 
-def dual_streams(sample: MaskedSample, block_size: int, mask_token_id: int) -> Streams:
+def dual_streams(sample, block_size, mask_token_id):
     length = len(sample.tokens)
     order = block_order(sample.masked.tolist(), block_size)
     predicted = [mask_token_id if sample.masked[i] else sample.tokens[i] for i in order]
@@ -58,20 +57,18 @@ def dual_streams(sample: MaskedSample, block_size: int, mask_token_id: int) -> S
     )
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
+def log_softmax(logits):
     logits = logits.astype(np.float64)
     logits = logits - logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def cross_entropy(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def cross_entropy(logits, targets):
     """Nats ``[T]`` of whole logits ``[T, V]``."""
     return -log_softmax(logits)[np.arange(len(targets)), targets]
 
 
-def cross_entropy_gradients(
-    hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, weights: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def cross_entropy_gradients(hidden, head, targets, weights):
     """Gradients of ``Σ weights · cross entropy`` by ``hidden [T, D]`` and ``head [V, D]``."""
     hidden, head = hidden.astype(np.float64), head.astype(np.float64)
     by_logits = np.exp(log_softmax(hidden @ head.T))
@@ -80,14 +77,7 @@ def cross_entropy_gradients(
     return by_logits @ head, by_logits.T @ hidden
 
 
-def wedlm_losses(
-    samples: Sequence[MaskedSample],
-    logits: Sequence[np.ndarray],
-    *,
-    block_size: int,
-    weighting: str = "inverse_ratio",
-    ar_weight: float = 1.0,
-) -> dict[str, float]:
+def wedlm_losses(samples, logits, *, block_size, weighting="inverse_ratio", ar_weight=1.0):
     """The losses over a batch of samples, given each one's whole logits ``[2n, V]``."""
     mlm = mlm_weight = ar = ar_count = 0.0
     for sample, rows in zip(samples, logits, strict=True):

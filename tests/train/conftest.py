@@ -1,10 +1,5 @@
 """What the tests of training share."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from examples.embedded.corpus import generate
@@ -14,7 +9,7 @@ from train.loop import train as run_training
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_device() -> Iterator[None]:
+def one_device():
     """Trains on one of the eight devices that the tests have, unless a test asks for others."""
     with pytest.MonkeyPatch.context() as patch:
         on_devices(patch, 1)
@@ -22,7 +17,7 @@ def one_device() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     texts = (f"{s.prompt}\n{s.answer}\n" for s in generate(0, 100, split="train"))
     save_tokenizer(train_tokenizer(texts, 300), folder)
@@ -30,7 +25,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tokenizer_folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("runs") / "uninterrupted"
     assert run_training(tiny_recipe(output, tokenizer_folder)) == output / "hf"
     return output

@@ -1,8 +1,6 @@
 """Hosts that are not given the same, or of which one fails by itself: told by all, and nothing is
 renamed or written. Two processes here stand for two hosts."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -10,7 +8,6 @@ import json
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +24,7 @@ from tests.train.test_checkpoint import read, write
 from train import agreement
 from train.agreement import agree, differences
 from train.data.batches import PhasedBatches
-from train.recipe.config import DataSection, TrainConfig
+from train.recipe.config import DataSection
 from wedlm_jax.checkpoint import orbax
 from wedlm_jax.checkpoint.orbax import DamagedCheckpoint, is_whole
 from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure
@@ -38,15 +35,15 @@ QUICK = {"train.distributed.GRACE_S": 1.0}
 version = importlib.metadata.version
 
 
-def version_elsewhere(package: str) -> str:
+def version_elsewhere(package):
     return "0.0.1" if package == "jaxlib" else version(package)
 
 
-def sentences(said: str) -> list[str]:
+def sentences(said):
     return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
 
 
-def listing(folder: Path) -> list[tuple[str, int]]:
+def listing(folder):
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
@@ -64,8 +61,8 @@ def listing(folder: Path) -> list[tuple[str, int]]:
     ],
 )
 def test_hosts_with_other_recipes_or_versions_are_all_told(
-    settings: dict[str, Any], sentence: str, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+    settings, sentence, tokenizer_folder, tmp_path
+):
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
     statuses, said = run_hosts(["--config", str(recipe)], tmp_path, limit=LIMIT_S, **settings)
     assert statuses == [2, 2], said
@@ -74,7 +71,7 @@ def test_hosts_with_other_recipes_or_versions_are_all_told(
     assert not (tmp_path / "run").exists()
 
 
-def test_hosts_with_other_data_are_all_told(tmp_path: Path) -> None:
+def test_hosts_with_other_data_are_all_told(tmp_path):
     """Each has a copy of its own, under the same name."""
     content = []
     for host in range(2):
@@ -102,7 +99,7 @@ def test_hosts_with_other_data_are_all_told(tmp_path: Path) -> None:
 class FailingBatches(PhasedBatches):
     """Comes to a row that this host alone reads, and cannot."""
 
-    def __next__(self) -> Any:
+    def __next__(self):
         self.given = getattr(self, "given", 0) + 1
         if self.given == 3:
             raise InputError("rows-00000.arrayrecord: row 7 is damaged")
@@ -111,9 +108,7 @@ class FailingBatches(PhasedBatches):
 
 @pytest.mark.full
 @pytest.mark.parametrize("host", [0, 1])
-def test_what_one_host_cannot_use_ends_all(
-    host: int, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_what_one_host_cannot_use_ends_all(host, tokenizer_folder, tmp_path):
     """In the midst of training the other waits for it on its devices."""
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
     constants = [QUICK, QUICK]
@@ -135,10 +130,10 @@ class Late:
     """Sees step 4 of a run's states some seconds after it was asked first, as some file systems
     tell late of what another host has written."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds):
         self._seconds, self._asked = seconds, 0.0
 
-    def __call__(self, step_folder: Path) -> bool:
+    def __call__(self, step_folder):
         self._asked = self._asked or time.monotonic()
         late = time.monotonic() < self._asked + self._seconds
         return is_whole(step_folder) and not (step_folder.name == "4" and late)
@@ -147,21 +142,21 @@ class Late:
 class TooEarly:
     """Reads a state before its files are there, so often; then it does not."""
 
-    def __init__(self, times: int):
+    def __init__(self, times):
         self._times = times
 
-    def __call__(self, folder: Path, like: object) -> None:
+    def __call__(self, folder, like):
         self._times -= 1
         if self._times >= 0:
             raise DamagedCheckpoint(f"{folder}: damaged or not an orbax checkpoint")
 
 
-def few_files(folder: Path) -> dict[str, int]:
+def few_files(folder):
     return {"_METADATA": 7}
 
 
 @pytest.fixture(scope="module")
-def stopped(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+def stopped(tokenizer_folder, tmp_path_factory):
     """A run with states of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "stopped"
     config = tiny_recipe(folder, tokenizer_folder, steps=5, checkpoint_every=2)
@@ -171,16 +166,14 @@ def stopped(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return config
 
 
-def copy_of(config: TrainConfig, folder: Path) -> TrainConfig:
+def copy_of(config, folder):
     shutil.copytree(config.output, folder / "run")
     return dataclasses.replace(config, output=str(folder / "run"))
 
 
-def resumed(
-    config: TrainConfig, tmp_path: Path, constants: dict[str, Any], within: float
-) -> tuple[list[int | None], list[str]]:
+def resumed(config, tmp_path, constants, within):
     """Goes on with a run on two hosts, of which the second sees something else."""
-    own: list[dict[str, Any]] = [
+    own = [
         {**QUICK, "train.agreement.SEEN_WITHIN_S": within, "train.checkpoint.SEEN_WITHIN_S": within}
         for _ in range(2)
     ]
@@ -190,9 +183,7 @@ def resumed(
 
 
 @pytest.mark.full
-def test_a_host_that_sees_a_state_late_goes_on_with_the_others(
-    stopped: TrainConfig, tmp_path: Path
-) -> None:
+def test_a_host_that_sees_a_state_late_goes_on_with_the_others(stopped, tmp_path):
     config = copy_of(stopped, tmp_path)
     late = Late(2.0)
     constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
@@ -204,9 +195,7 @@ def test_a_host_that_sees_a_state_late_goes_on_with_the_others(
 
 
 @pytest.mark.full
-def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(
-    stopped: TrainConfig, tmp_path: Path
-) -> None:
+def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(stopped, tmp_path):
     config = copy_of(stopped, tmp_path)
     before, late = listing(tmp_path / "run"), Late(1000.0)
     constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
@@ -219,9 +208,7 @@ def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(
 
 
 @pytest.mark.full
-def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
-    stopped: TrainConfig, tmp_path: Path
-) -> None:
+def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(stopped, tmp_path):
     """It was once, and the run went on from the state before."""
     config = copy_of(stopped, tmp_path)
     constants = {
@@ -245,17 +232,17 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(
 class ReadsOldRows:
     """A file system that keeps what was read of a file, for some seconds."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds):
         self._seconds, self._asked = seconds, 0.0
 
-    def __call__(self, path: Path) -> str:
+    def __call__(self, path):
         self._asked = self._asked or time.monotonic()
         old = time.monotonic() < self._asked + self._seconds
         return "old" if old else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.full
-def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder, tmp_path):
     config = tiny_recipe(tmp_path / "run", tokenizer_folder)
     recipe = ["--config", str(write_recipe(config, tmp_path))]
     soon = {**QUICK, "train.run_files.SEEN_WITHIN_S": 1.0}
@@ -267,10 +254,10 @@ def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder: Path, tmp_pat
         assert "rows.npz: what host 0 of 2 wrote there is not what host 1 reads" in sentence
 
 
-def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     write(tmp_path, 2, 4)
 
-    def full(*_: object, **__: object) -> None:
+    def full(*_, **__):
         raise MemoryError
 
     monkeypatch.setattr(orbax.ocp.StandardCheckpointHandler, "restore", full)
@@ -279,12 +266,10 @@ def test_too_little_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "4").is_dir()
 
 
-def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(
-    stopped: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(stopped, monkeypatch):
     assert agree(stopped) == [4, 2]
 
-    def refused(path: Path) -> None:
+    def refused(path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
@@ -293,9 +278,9 @@ def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(
         agree(stopped)
 
 
-def test_a_difference_names_the_hosts_and_their_values() -> None:
+def test_a_difference_names_the_hosts_and_their_values():
     first = {"seed": "1", "jax": "0.10.2", "steps": "4"}
-    others: list[dict[str, str]] = [{}, {"seed": "2"}, {}, {"seed": "2", "jax": "0.10.1"}, {}]
+    others = [{}, {"seed": "2"}, {}, {"seed": "2", "jax": "0.10.1"}, {}]
     others += [{"jax": "0.10.1"} for _ in range(5)]
     assert differences(first, others) == (
         "the 10 hosts of this run are not given the same: seed is 1 on hosts 0, 2, 4, 5 and 4 more "
@@ -304,7 +289,7 @@ def test_a_difference_names_the_hosts_and_their_values() -> None:
     )
 
 
-def test_what_a_run_starts_from_is_told_by_its_content(tmp_path: Path) -> None:
+def test_what_a_run_starts_from_is_told_by_its_content(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(300_000))
     config = tiny_recipe(tmp_path / "run", None)
     config.model.init_from = str(tmp_path)

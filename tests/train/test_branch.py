@@ -1,7 +1,5 @@
 """A run that begins with a state of another: the same steps, and a folder of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
@@ -20,7 +18,6 @@ from train.recipe.config import (
     ModelSection,
     OptimizerSection,
     PhaseSection,
-    TrainConfig,
 )
 from train.resume import origin_of
 from wedlm_jax.checkpoint.orbax import read_arrays, whole_steps
@@ -30,25 +27,25 @@ from wedlm_jax.host.storage import as_path
 ADAMW = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5)
 
 
-def recipe(output: Path | str, tokenizer: Path | None, **changes: object) -> TrainConfig:
+def recipe(output, tokenizer, **changes):
     """Means of three steps are logged, and a state is written every two: within an interval."""
     settings = {"steps": 6, "checkpoint_every": 2, "keep_checkpoints": 9, "log_every": 3}
     return tiny_recipe(output, tokenizer, **{"optimizer": ADAMW, **settings, **changes})
 
 
 @pytest.fixture(scope="module")
-def origin(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def origin(tokenizer_folder, tmp_path_factory):
     output = tmp_path_factory.mktemp("origin") / "a"
     run_training(recipe(output, tokenizer_folder))
     assert run_states(output) == [2, 4, 6]
     return output
 
 
-def run_states(run: Path) -> list[int]:
+def run_states(run):
     return whole_steps(run / "checkpoints")
 
 
-def files(folder: Path) -> dict[str, tuple[bytes, int]]:
+def files(folder):
     return {
         str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
@@ -56,7 +53,7 @@ def files(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
-def assert_same_state(run: Path, other: Path, step: int) -> None:
+def assert_same_state(run, other, step):
     """Every array: step, parameters, moments, counts, averages and the guard."""
     place = Path("checkpoints", str(step), "default")
     one, two = (read_arrays(folder / place) for folder in (run, other))
@@ -68,12 +65,8 @@ def assert_same_state(run: Path, other: Path, step: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("step", [2, 4])
 def test_a_branch_with_the_same_recipe_takes_the_same_steps(
-    origin: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    step: int,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    origin, tokenizer_folder, tmp_path, step, capsys
+):
     before = files(origin)
     output = tmp_path / "b"
     run_training(recipe(output, tokenizer_folder, branch_from=f"{origin}@{step}"))
@@ -91,9 +84,7 @@ def test_a_branch_with_the_same_recipe_takes_the_same_steps(
 
 
 @pytest.mark.full
-def test_a_branch_goes_on_without_the_run_that_it_came_from(
-    origin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_branch_goes_on_without_the_run_that_it_came_from(origin, tmp_path, capsys):
     """Not even a tokenizer is named; killed before it has written a state of its own making."""
     copy = shutil.copytree(origin, tmp_path / "a")
     config = recipe(tmp_path / "b", None, branch_from=str(copy / "checkpoints" / "4"))
@@ -113,9 +104,7 @@ def test_a_branch_goes_on_without_the_run_that_it_came_from(
     }
 
 
-def test_a_decay_is_branched_from_a_plateau(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_decay_is_branched_from_a_plateau(tokenizer_folder, tmp_path, capsys):
     plateau = OptimizerSection(learning_rate=0.01, warmup_steps=1, schedule="wsd")
     run_training(recipe(tmp_path / "a", tokenizer_folder, optimizer=plateau, log_every=1))
     decay = dataclasses.replace(plateau, decay_steps=3, final_learning_rate=0.0)
@@ -176,13 +165,8 @@ def test_a_decay_is_branched_from_a_plateau(
     ],
 )
 def test_what_cannot_be_branched_is_refused(
-    origin: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    state: str,
-    changes: dict[str, object],
-    told: str,
-) -> None:
+    origin, tokenizer_folder, tmp_path, state, changes, told
+):
     before, output = files(origin), tmp_path / "b"
     with pytest.raises(InputError, match=told):
         run_training(recipe(output, tokenizer_folder, branch_from=f"{origin}{state}", **changes))
@@ -191,9 +175,7 @@ def test_what_cannot_be_branched_is_refused(
     assert run_states(output) == []
 
 
-def test_the_arrays_tell_where_there_is_no_recipe(
-    origin: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_the_arrays_tell_where_there_is_no_recipe(origin, tokenizer_folder, tmp_path):
     copy = shutil.copytree(origin, tmp_path / "a")
     (copy / "config.yaml").unlink()
     for changes, told in (
@@ -207,13 +189,13 @@ def test_the_arrays_tell_where_there_is_no_recipe(
             )
 
 
-def test_a_run_does_not_branch_from_itself(origin: Path, tokenizer_folder: Path) -> None:
+def test_a_run_does_not_branch_from_itself(origin, tokenizer_folder):
     with pytest.raises(InputError, match="is the run's own folder; give output another"):
         origin_of(recipe(origin, tokenizer_folder, branch_from=f"{origin}@2"))
 
 
 @pytest.mark.full
-def test_adapters_are_branched_with_what_they_belong_to(origin: Path, tmp_path: Path) -> None:
+def test_adapters_are_branched_with_what_they_belong_to(origin, tmp_path):
     settings = {
         "model": ModelSection(init_from=str(origin / "hf")),
         "lora": LoraSection(rank=2),
@@ -228,9 +210,7 @@ def test_adapters_are_branched_with_what_they_belong_to(origin: Path, tmp_path: 
 
 
 @pytest.mark.full
-def test_branches_from_a_bucket_and_into_one(
-    bucket: str, origin: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_branches_from_a_bucket_and_into_one(bucket, origin, tokenizer_folder, tmp_path):
     there = f"{bucket}/runs/b"
     run_training(recipe(there, tokenizer_folder, branch_from=f"{origin}@2"))
     assert metric_lines(as_path(there)) == metric_lines(origin)

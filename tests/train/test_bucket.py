@@ -1,15 +1,8 @@
 """Runs whose folder is in a bucket: as on a disk, bit by bit, and killed at any moment."""
 
-from __future__ import annotations
-
 import random
 import time
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.emulated_bucket import bucket as bucket
@@ -33,20 +26,15 @@ from wedlm_jax.host.storage import as_path
 LIMIT_S = 300
 
 
-def remote_values(folder: str) -> dict[str, np.ndarray]:
+def remote_values(folder):
     checkpoint = HFCheckpoint(folder)
     return {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
 
 
 @pytest.mark.full
 def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
-    bucket: str,
-    finished: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    bucket, finished, tokenizer_folder, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     run = f"{bucket}/runs/stopped"
     config = tiny_recipe(run, tokenizer_folder, checkpoint_every=2)
@@ -67,9 +55,7 @@ def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
     assert list(tmp_path.glob("gs:*")) == []
 
 
-def test_a_profile_of_another_process_reaches_the_bucket(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_profile_of_another_process_reaches_the_bucket(bucket, monkeypatch):
     monkeypatch.setattr("train.run_files.is_first", lambda: False)
     output = as_path(f"{bucket}/runs/profiled")
     files = RunFiles(output)
@@ -80,11 +66,11 @@ def test_a_profile_of_another_process_reaches_the_bucket(
     assert not files.folder.exists()
 
 
-def test_the_bucket_tells_generations(bucket: str) -> None:
+def test_the_bucket_tells_generations(bucket):
     """Without them a run failed now and then, with "Malformed StorageGeneration"."""
     ts = pytest.importorskip("tensorstore")
 
-    def opened() -> Any:
+    def opened():
         spec = {"driver": "ocdbt", "base": f"{bucket}/generations/"}
         return ts.KvStore.open(spec, context=ts.Context()).result()
 
@@ -98,8 +84,8 @@ def test_the_bucket_tells_generations(bucket: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("kills", "steps"), [(1, 8), (20, 100)])
 def test_two_processes_killed_at_random_are_those_that_were_never_killed(
-    bucket: str, tokenizer_folder: Path, tmp_path: Path, kills: int, steps: int
-) -> None:
+    bucket, tokenizer_folder, tmp_path, kills, steps
+):
     """One of them dies at any moment, and the other with it, as a launcher has it."""
     chance = random.Random(kills)
     runs = {name: f"{bucket}/runs/{name}-{kills}" for name in ("whole", "killed")}
@@ -111,7 +97,7 @@ def test_two_processes_killed_at_random_are_those_that_were_never_killed(
         for name, run in runs.items()
     }
 
-    def start(name: str) -> list[BaseProcess]:
+    def start(name):
         common = ["--config", str(recipes[name]), "--num-processes", "2"]
         common += ["--coordinator", f"localhost:{free_port()}", "--process-id"]
         return [
@@ -119,7 +105,7 @@ def test_two_processes_killed_at_random_are_those_that_were_never_killed(
             for i in range(2)
         ]
 
-    def ended(name: str) -> None:
+    def ended(name):
         children = start(name)
         for child in children:
             child.join(LIMIT_S)
@@ -149,18 +135,18 @@ def test_two_processes_killed_at_random_are_those_that_were_never_killed(
     assert logs[1] == logs[0]
 
 
-def attempts(said: Path) -> int:
+def attempts(said):
     """How often a run has come to its first step."""
     return said.read_text().count("memory of a device") if said.exists() else 0
 
 
-def newest_state(run: str) -> int:
+def newest_state(run):
     """The step of the newest state that is whole; 0 where there is none."""
     states = (as_path(run) / "checkpoints").glob("*/commit_success.txt")
     return max((int(state.parent.name) for state in states), default=0)
 
 
-def wait_until(happened: Callable[[], bool]) -> None:
+def wait_until(happened):
     deadline = time.monotonic() + LIMIT_S
     while not happened():
         assert time.monotonic() < deadline

@@ -1,7 +1,5 @@
 """Checkpoints on disk: whole or set aside, kept or dropped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax
@@ -16,7 +14,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.storage import as_path
 
 
-def state(step: int) -> TrainState:
+def state(step):
     key = jax.random.key(step)
     parameters = {
         "kernel": jax.random.normal(key, (64, 32)),
@@ -25,15 +23,15 @@ def state(step: int) -> TrainState:
     return TrainState(jnp.int32(step), parameters, (jnp.zeros((3,)),))
 
 
-def write(folder: Path, *steps: int, keep: int = 5, keep_every: int = 0) -> None:
+def write(folder, *steps, keep=5, keep_every=0):
     checkpoints = Checkpoints(folder, keep, keep_every)
     for step in steps:
         checkpoints.save(state(step))
     checkpoints.close()
 
 
-def read(folder: Path) -> tuple[TrainState | None, list[str]]:
-    said: list[str] = []
+def read(folder):
+    said = []
     checkpoints = Checkpoints(folder, 5)
     try:
         return checkpoints.restore(state(0), said.append), said
@@ -41,26 +39,24 @@ def read(folder: Path) -> tuple[TrainState | None, list[str]]:
         checkpoints.close()
 
 
-def assert_is_step(found: TrainState | None, step: int) -> None:
+def assert_is_step(found, step):
     assert found is not None
     for got, expected in zip(jax.tree.leaves(found), jax.tree.leaves(state(step)), strict=True):
         np.testing.assert_array_equal(got, expected)
 
 
-def biggest_file(folder: Path) -> Path:
+def biggest_file(folder):
     return max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
 
 
-def test_the_newest_state_comes_back(tmp_path: Path) -> None:
+def test_the_newest_state_comes_back(tmp_path):
     write(tmp_path, 2, 4, 6)
     found, said = read(tmp_path)
     assert_is_step(found, 6)
     assert said == []
 
 
-def test_a_relative_folder_serves_as_an_absolute_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder_serves_as_an_absolute_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(Path("runs/mine"), 3, 5)
     found, told = read(Path("runs/mine"))
@@ -68,20 +64,20 @@ def test_a_relative_folder_serves_as_an_absolute_one(
     assert told == []
 
 
-def test_no_states_are_no_error(tmp_path: Path) -> None:
+def test_no_states_are_no_error(tmp_path):
     assert read(tmp_path / "new") == (None, [])
 
 
-def test_the_newest_and_every_so_manieth_are_kept(tmp_path: Path) -> None:
+def test_the_newest_and_every_so_manieth_are_kept(tmp_path):
     write(tmp_path, *range(1, 9), keep=2, keep_every=3)
     assert numbers(tmp_path) == [3, 6, 7, 8]
 
 
-def numbers(folder: Path) -> list[int]:
+def numbers(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
-def test_what_is_kept_for_good_stays_over_restarts(tmp_path: Path) -> None:
+def test_what_is_kept_for_good_stays_over_restarts(tmp_path):
     for steps in ((1, 2, 3), (4, 5), (6, 7, 8), (9, 10, 11)):
         write(tmp_path, *steps, keep=2, keep_every=3)
     assert numbers(tmp_path) == [3, 6, 9, 10, 11]
@@ -92,7 +88,7 @@ def test_what_is_kept_for_good_stays_over_restarts(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_is_kept_for_good_stays_in_a_bucket(bucket: str) -> None:
+def test_what_is_kept_for_good_stays_in_a_bucket(bucket):
     folder = as_path(f"{bucket}/checkpoints")
     for steps in ((1, 2, 3), (4, 5), (6, 7)):
         write(folder, *steps, keep=1, keep_every=3)
@@ -101,8 +97,8 @@ def test_what_is_kept_for_good_stays_in_a_bucket(bucket: str) -> None:
     assert_is_step(found, 7)
 
 
-def test_what_is_kept_is_said(tmp_path: Path) -> None:
-    def said(keep_every: int) -> str:
+def test_what_is_kept_is_said(tmp_path):
+    def said(keep_every):
         checkpoints = Checkpoints(tmp_path, 2, keep_every)
         checkpoints.close()
         return checkpoints.kept(200)
@@ -116,7 +112,7 @@ def test_what_is_kept_is_said(tmp_path: Path) -> None:
     )
 
 
-def test_a_state_of_another_dtype_is_refused_and_not_damaged(tmp_path: Path) -> None:
+def test_a_state_of_another_dtype_is_refused_and_not_damaged(tmp_path):
     write(tmp_path, 2)
     other = state(0)
     other.parameters["kernel"] = other.parameters["kernel"].astype(jnp.bfloat16)
@@ -128,11 +124,11 @@ def test_a_state_of_another_dtype_is_refused_and_not_damaged(tmp_path: Path) -> 
     assert_is_step(read(tmp_path)[0], 2)
 
 
-def cut(file: Path) -> None:
+def cut(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def flip(file: Path) -> None:
+def flip(file):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 0x10
     file.write_bytes(content)
@@ -147,7 +143,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_state_is_told_and_the_one_before_it_is_used(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_state_is_told_and_the_one_before_it_is_used(tmp_path, damage):
     write(tmp_path, 2, 4)
     DAMAGES[damage](biggest_file(tmp_path / "4"))
     found, said = read(tmp_path)
@@ -161,7 +157,7 @@ def test_a_damaged_state_is_told_and_the_one_before_it_is_used(tmp_path: Path, d
     assert (tmp_path / "4.damaged").is_dir()
 
 
-def test_when_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+def test_when_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path):
     write(tmp_path, 2, 4)
     for step in ("2", "4"):
         flip(biggest_file(tmp_path / step))
@@ -170,7 +166,7 @@ def test_when_all_are_damaged_the_run_does_not_begin_anew_in_silence(tmp_path: P
             read(tmp_path)
 
 
-def test_a_state_of_another_model_is_refused_not_set_aside(tmp_path: Path) -> None:
+def test_a_state_of_another_model_is_refused_not_set_aside(tmp_path):
     write(tmp_path, 2)
     checkpoints = Checkpoints(tmp_path, 5)
     other = TrainState(jnp.int32(0), {"kernel": jnp.zeros((8, 8))}, ())
@@ -180,7 +176,7 @@ def test_a_state_of_another_model_is_refused_not_set_aside(tmp_path: Path) -> No
     assert (tmp_path / "2").is_dir()
 
 
-def test_a_checksum_sees_each_bit_and_each_place() -> None:
+def test_a_checksum_sees_each_bit_and_each_place():
     x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     first = int(checksums({"x": jnp.asarray(x)})[0])
     for index in np.ndindex(*x.shape):

@@ -1,24 +1,22 @@
 """`wedlm train` on the command line: help, overrides, and exit status 2 for bad input."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import train.loop
-from train.recipe.config import TrainConfig, describe
+from train.recipe.config import describe
 from train.recipe.phases import largest_phase
 from wedlm_jax.__main__ import main
 
 
 @pytest.fixture
-def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+def asked_for(monkeypatch):
     """The configurations of the runs that the command starts, none of which trains."""
-    configs: list[TrainConfig] = []
+    configs = []
 
-    def record(config: TrainConfig, *, allow_changed: bool = False) -> Path:
+    def record(config, *, allow_changed=False):
         configs.append(config)
         return Path(config.output) / "hf"
 
@@ -26,22 +24,20 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return configs
 
 
-def recipe(folder: Path, text: str = "steps: 5\n") -> str:
+def recipe(folder, text="steps: 5\n"):
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     return str(path)
 
 
-def test_recipe_and_overrides_reach_the_loop(
-    asked_for: list[TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recipe_and_overrides_reach_the_loop(asked_for, tmp_path, capsys):
     status = main(["train", "--config", recipe(tmp_path), "rows=3", "output=some/run"])
     assert status == 0
     assert [(c.steps, c.rows) for c in asked_for] == [(5, 3)]
     assert capsys.readouterr().out.split() == ["exported", str(Path("some/run/hf"))]
 
 
-def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_field(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "--help"])
     assert ended.value.code == 0
@@ -63,14 +59,7 @@ def test_help_names_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         ("steps: 5", ["row_length=33"], "row_length 33 is not a multiple of block_size 32"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    asked_for: list[TrainConfig],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    text: str,
-    overrides: list[str],
-    message: str,
-) -> None:
+def test_bad_input_is_one_line_and_status_2(asked_for, tmp_path, capsys, text, overrides, message):
     assert main(["train", "--config", recipe(tmp_path, text), *overrides]) == 2
     error = capsys.readouterr().err
     assert error.startswith("wedlm train: ")
@@ -87,31 +76,27 @@ def test_bad_input_is_one_line_and_status_2(
         ("--confg", "unrecognized arguments: --confg; did you mean --config?\n"),
     ],
 )
-def test_a_field_given_as_an_option_is_told_as_a_field(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, said: str
-) -> None:
+def test_a_field_given_as_an_option_is_told_as_a_field(tmp_path, capsys, option, said):
     with pytest.raises(SystemExit) as ended:
         main(["train", "--config", recipe(tmp_path, "steps: 5"), option])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_missing_recipe_is_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_missing_recipe_is_status_2(capsys, tmp_path):
     assert main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: no such configuration file" in capsys.readouterr().err
 
 
-def test_no_recipe_at_all_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_recipe_at_all_is_status_2(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train"])
     assert ended.value.code == 2
     assert "--config" in capsys.readouterr().err
 
 
-def test_every_size_of_batch_is_compiled_once_as_the_largest_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def compiled(config: TrainConfig, topology: str, sources: int) -> SimpleNamespace:
+def test_every_size_of_batch_is_compiled_once_as_the_largest_is(tmp_path, monkeypatch, capsys):
+    def compiled(config, topology, sources):
         assert sources == 1
         own = largest_phase(config).config
         assert config.loss.remat == ("auto" if own.rows == largest else "gate")

@@ -1,7 +1,5 @@
 """The step compiles for TPUs on this machine, and its report says what is so."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -63,7 +61,7 @@ LAYER = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16  # q, k and v, o, MLP
 NORMS = 3 * (2 * 8) + 8
 
 
-def test_flops_are_those_counted_by_hand() -> None:
+def test_flops_are_those_counted_by_hand():
     rows, length = 2, 32
     products = 2 * (3 * LAYER + NORMS) * 2 * rows * length
     # The head runs on all of the memory and on the half of the prediction stream that is masked.
@@ -87,9 +85,7 @@ def test_flops_are_those_counted_by_hand() -> None:
         ("offload", 4 * LAYER - 8 * 16, 2 + 2 + 5),
     ],
 )
-def test_what_the_backward_pass_computes_anew_counts(
-    remat: str, layers: int, attention: int
-) -> None:
+def test_what_the_backward_pass_computes_anew_counts(remat, layers, attention):
     config = TrainConfig(row_length=32, block_size=8)
     config.loss.attention, config.loss.remat = "blockwise", remat
     # One tile a stream: the memory on itself, the prediction on the memory and on itself.
@@ -101,7 +97,7 @@ def test_what_the_backward_pass_computes_anew_counts(
 
 
 @pytest.mark.full
-def test_a_compiled_step_computes_anew_what_is_counted() -> None:
+def test_a_compiled_step_computes_anew_what_is_counted():
     """The layer's last product is not among it."""
     mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
     counted, compiled = {}, {}
@@ -118,7 +114,7 @@ def test_a_compiled_step_computes_anew_what_is_counted() -> None:
     assert counted["attention"] > counted["products"]
 
 
-def test_tiles_of_long_rows_are_those_that_are_visited() -> None:
+def test_tiles_of_long_rows_are_those_that_are_visited():
     config = TrainConfig(row_length=4096, block_size=32)
     config.loss.attention, config.loss.tile = "splash", 512
     memory, own = 8 * 9 // 2, 8
@@ -130,7 +126,7 @@ def test_tiles_of_long_rows_are_those_that_are_visited() -> None:
     assert visited_pairs(config, samples=4) == visited_pairs(config)
 
 
-def test_blocks_that_are_left_out_are_not_counted() -> None:
+def test_blocks_that_are_left_out_are_not_counted():
     config = TrainConfig(rows=2, row_length=32, block_size=8, prediction_blocks=1)
     config.loss.attention, config.loss.remat = "blockwise", "none"
     found = program_flops(config, MODEL, 2)
@@ -144,7 +140,7 @@ def test_blocks_that_are_left_out_are_not_counted() -> None:
     assert seen_pairs(config) == 4096 * 4097 // 2 * 3 // 2
 
 
-def test_the_report_says_memory_collectives_and_time() -> None:
+def test_the_report_says_memory_collectives_and_time():
     text = describe(STEP)
     assert "4 chips as fsdp 4" in text
     assert "4,096; 6,144 of both streams" in text
@@ -163,9 +159,7 @@ def test_the_report_says_memory_collectives_and_time() -> None:
     assert "xla_of_this_chip=true" in text
 
 
-def test_without_the_compiler_the_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, capsys):
     hide_libtpu(monkeypatch)
     recipe = str(Path(__file__).parents[2] / "configs" / "wedlm_8b.yaml")
     assert main(["train", "--config", recipe, "--compile-only"]) == 2
@@ -184,7 +178,7 @@ def test_without_the_compiler_the_command_says_what_to_install(
         ("v6e:2x4", "products", 16),
     ],
 )
-def test_a_small_step_compiles_for_a_real_topology(topology: str, remat: str, blocks: int) -> None:
+def test_a_small_step_compiles_for_a_real_topology(topology, remat, blocks):
     """In a process of its own: the compiler's library wants one to itself. With "auto" it compiles
     up to three times."""
     sizes = {

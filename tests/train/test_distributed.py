@@ -1,9 +1,6 @@
 """Several processes in one run, on this machine; and the options that start them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,7 +19,7 @@ from tests.examples.tiny_run import (
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import asked_questions, drawn_questions
 from train.program import objective_of
-from train.recipe.config import EvaluationSection, TrainConfig
+from train.recipe.config import EvaluationSection
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.model import load_checkpoint
@@ -32,7 +29,7 @@ from wedlm_jax.sharding import make_mesh
 LIMIT_S = 300
 
 
-def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:
+def evaluation_of(run, config):
     """What evaluation finds of a finished run's model, in this process alone."""
     mesh = make_mesh({}, jax.devices()[:1])
     model = load_checkpoint(run / "hf", mesh=mesh)
@@ -47,9 +44,7 @@ def evaluation_of(run: Path, config: TrainConfig) -> dict[str, float]:
 
 
 @pytest.mark.full
-def test_two_processes_train_together_what_one_trains_alone(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_two_processes_train_together_what_one_trains_alone(finished, tokenizer_folder, tmp_path):
     questions = tmp_path / "questions.jsonl"
     questions.write_text(
         "".join(f'{{"prompt": "{n} + 1", "match": null}}\n' for n in ("one", "two", "three"))
@@ -95,9 +90,7 @@ def test_two_processes_train_together_what_one_trains_alone(
     assert config_file["model_type"] == "wedlm"
 
 
-def test_folders_that_hosts_do_not_share_are_refused_at_once(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_folders_that_hosts_do_not_share_are_refused_at_once(tokenizer_folder, tmp_path):
     """Such a run stood still at its first checkpoint once."""
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
     common = ["--config", str(recipe), "--coordinator", f"localhost:{free_port()}"]
@@ -138,13 +131,8 @@ def test_folders_that_hosts_do_not_share_are_refused_at_once(
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
-    options: list[str],
-    message: str,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    options, message, tokenizer_folder, tmp_path, monkeypatch, capsys
+):
     for names in LAUNCHERS.values():
         for variable in filter(None, names):
             monkeypatch.delenv(variable, raising=False)

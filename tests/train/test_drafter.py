@@ -1,11 +1,8 @@
 """A drafter from recipe to tokens: a run, its files, and decoding with and without it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +17,6 @@ from train.recipe.config import (
     EvaluationSection,
     LoraSection,
     ModelSection,
-    TrainConfig,
     load_config,
 )
 from train.step_cost import model_flops, program_flops
@@ -32,7 +28,7 @@ WINDOW = 4
 PROMPTS = [[5, 17, 3], [60, 2, 9, 31, 4, 8], [41], [7, 7, 7, 7, 12]]
 
 
-def recipe(output: Path, init_from: Path, **changes: object) -> TrainConfig:
+def recipe(output, init_from, **changes):
     config = tiny_recipe(
         output,
         None,
@@ -52,7 +48,7 @@ def recipe(output: Path, init_from: Path, **changes: object) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def stock(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stock(finished, tmp_path_factory):
     """A checkpoint as people have them: no mask token, of an AR family."""
     folder = shutil.copytree(finished / "hf", tmp_path_factory.mktemp("stock") / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -63,7 +59,7 @@ def stock(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(stock, tmp_path_factory):
     output = tmp_path_factory.mktemp("drafter") / "run"
     with pytest.MonkeyPatch.context() as patch:
         on_devices(patch, 1)
@@ -71,7 +67,7 @@ def run(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_a_run_learns_to_agree_with_its_model(run: Path, stock: Path) -> None:
+def test_a_run_learns_to_agree_with_its_model(run, stock):
     lines = [json.loads(x) for x in (run / "evaluation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 20, 40, 60]
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
@@ -81,7 +77,7 @@ def test_a_run_learns_to_agree_with_its_model(run: Path, stock: Path) -> None:
     assert_same_bits(hf_values(run / "base"), hf_values(stock))
 
 
-def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+def tokens(llm, params):
     return [list(one.token_ids) for one in llm.generate(PROMPTS, params)]
 
 
@@ -90,9 +86,7 @@ def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
     [{}, pytest.param({"temperature": 0.9, "seed": 3}, marks=pytest.mark.full)],
     ids=str,
 )
-def test_tokens_are_those_of_the_model_alone(
-    run: Path, stock: Path, options: dict[str, float]
-) -> None:
+def test_tokens_are_those_of_the_model_alone(run, stock, options):
     params = SamplingParams(max_tokens=24, ignore_eos=True, **options)
     alone = tokens(LLM(stock, lookup=0), params)
     drafted = LLM(stock, drafter=str(run / "drafter"), window_size=WINDOW, lookup=0)
@@ -102,9 +96,7 @@ def test_tokens_are_those_of_the_model_alone(
 
 
 @pytest.mark.full
-def test_a_killed_run_goes_on_to_the_same_drafter(
-    run: Path, stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_to_the_same_drafter(run, stock, tmp_path, monkeypatch):
     on_devices(monkeypatch, 1)
     config = recipe(tmp_path / "again", stock)
     run_until_killed(config, 30)
@@ -113,7 +105,7 @@ def test_a_killed_run_goes_on_to_the_same_drafter(
     assert (tmp_path / "again" / name).read_bytes() == (run / name).read_bytes()
 
 
-def _other_model(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+def _other_model(drafter, stock, folder):
     from safetensors.numpy import load_file, save_file
 
     other = shutil.copytree(stock, folder / "other")
@@ -124,8 +116,8 @@ def _other_model(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
     return drafter, other
 
 
-def _config(**changes: object) -> Callable[[Path, Path, Path], tuple[Path, Path]]:
-    def change(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+def _config(**changes):
+    def change(drafter, stock, folder):
         path = drafter / "adapter_config.json"
         content = {**json.loads(path.read_text()), **changes}
         path.write_text(json.dumps(content))
@@ -134,17 +126,17 @@ def _config(**changes: object) -> Callable[[Path, Path, Path], tuple[Path, Path]
     return change
 
 
-def _truncated(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+def _truncated(drafter, stock, folder):
     path = drafter / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     return drafter, stock
 
 
-def _nothing(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+def _nothing(drafter, stock, folder):
     return folder, stock
 
 
-def _not_json(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
+def _not_json(drafter, stock, folder):
     (drafter / "adapter_config.json").write_bytes(b"\xff\x00")
     return drafter, stock
 
@@ -162,32 +154,26 @@ def _not_json(drafter: Path, stock: Path, folder: Path) -> tuple[Path, Path]:
         (_not_json, "not the configuration of LoRA adapters"),
     ],
 )
-def test_what_is_no_drafter_of_the_model_is_refused(
-    harm: Callable[[Path, Path, Path], tuple[Path, Path]],
-    sentence: str,
-    run: Path,
-    stock: Path,
-    tmp_path: Path,
-) -> None:
+def test_what_is_no_drafter_of_the_model_is_refused(harm, sentence, run, stock, tmp_path):
     copy = shutil.copytree(run / "drafter", tmp_path / "drafter")
     drafter, model = harm(copy, stock, tmp_path)
     with pytest.raises(InputError, match=sentence):
         LLM(model, drafter=str(drafter))
 
 
-def test_masks_of_a_drafter_are_not_to_decide(run: Path, stock: Path) -> None:
+def test_masks_of_a_drafter_are_not_to_decide(run, stock):
     llm = LLM(stock, drafter=str(run / "drafter"))
     with pytest.raises(InputError, match="mode: expected verified or ar, not paper"):
         llm.generate(PROMPTS, SamplingParams(mode="paper", max_tokens=4))
 
 
-def test_a_run_is_not_taken_for_a_model(run: Path, tmp_path: Path) -> None:
+def test_a_run_is_not_taken_for_a_model(run, tmp_path):
     """Merged adapters would act on text, too."""
     with pytest.raises(InputError, match="this run trains a drafter, which it exports to"):
         convert(run, tmp_path / "out")
 
 
-def test_the_files_are_pefts(run: Path) -> None:
+def test_the_files_are_pefts(run):
     from safetensors.numpy import load_file
 
     content = json.loads((run / "drafter" / "adapter_config.json").read_text())
@@ -208,16 +194,14 @@ def test_the_files_are_pefts(run: Path) -> None:
         (["evaluation.questions=x.jsonl"], "a drafter never changes an answer"),
     ],
 )
-def test_recipes_that_make_no_drafter_are_refused(
-    changes: list[str], sentence: str, tmp_path: Path
-) -> None:
+def test_recipes_that_make_no_drafter_are_refused(changes, sentence, tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("objective: drafter\nlora: {rank: 4}\nmodel: {init_from: x}\n")
     with pytest.raises(InputError, match=sentence):
         load_config(path, changes)
 
 
-def test_products_are_those_counted_by_hand() -> None:
+def test_products_are_those_counted_by_hand():
     """Rows of 128 with 16 windows of 4: the memory has no backward pass, a teacher has logits."""
     config = dataclasses.replace(recipe(Path("unused"), Path("unused")), rows=1, accumulation=1)
     hidden, inner, layers = TINY.hidden_size, TINY.intermediate_size, TINY.num_hidden_layers

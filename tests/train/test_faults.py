@@ -1,12 +1,9 @@
 """Runs that are ended from outside, at any moment, and go on as if nothing had been."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -34,13 +31,8 @@ LIMIT_S = 300
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
 )
 def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
-    finished: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: signal.Signals,
-) -> None:
+    finished, tokenizer_folder, tmp_path, monkeypatch, capsys, number
+):
     config = tiny_recipe(tmp_path, tokenizer_folder)
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
@@ -56,7 +48,7 @@ def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
     assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
 
 
-def test_a_second_ctrl_c_does_not_wait(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_ctrl_c_does_not_wait(capsys):
     with AgreedStop() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested
@@ -71,8 +63,8 @@ def test_a_second_ctrl_c_does_not_wait(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.full
 def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+    finished, tokenizer_folder, tmp_path
+):
     whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, log_every=3)
     run_training(whole)
     [three, last] = metric_lines(tmp_path / "whole")
@@ -91,8 +83,8 @@ def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    finished, tokenizer_folder, tmp_path, capsys
+):
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=1)
     run_until_killed(config, 3)
     flip(biggest_file(tmp_path / "checkpoints" / "3"))
@@ -107,8 +99,8 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
 
 @pytest.mark.full
 def test_a_run_goes_on_with_the_same_data_on_another_mesh(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    finished, tokenizer_folder, tmp_path, monkeypatch
+):
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     run_until_killed(config, 2)
     on_devices(monkeypatch, 2)
@@ -121,8 +113,8 @@ def test_a_run_goes_on_with_the_same_data_on_another_mesh(
 @pytest.mark.full
 @pytest.mark.parametrize(("kills", "steps"), [(3, 12), (10, 30)])
 def test_a_run_killed_again_and_again_is_the_run_that_was_never_killed(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, kills: int, steps: int
-) -> None:
+    finished, tokenizer_folder, tmp_path, kills, steps
+):
     whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, steps=steps, checkpoint_every=3)
     killed = tiny_recipe(tmp_path / "killed", tokenizer_folder, steps=steps, checkpoint_every=3)
     recipes = [
@@ -149,7 +141,7 @@ def test_a_run_killed_again_and_again_is_the_run_that_was_never_killed(
     assert_same_bits(*values)
 
 
-def wait_for_records(output: Path, more: int) -> None:
+def wait_for_records(output, more):
     """Until the run that has just begun has logged so many steps; not at all for 0."""
     path = output / "metrics.jsonl"
     deadline, seen, counted = time.monotonic() + LIMIT_S, None, 0
@@ -163,9 +155,7 @@ def wait_for_records(output: Path, more: int) -> None:
 
 
 @pytest.mark.full
-def test_sigterm_ends_the_command_with_its_own_status(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_sigterm_ends_the_command_with_its_own_status(tokenizer_folder, tmp_path):
     config = tiny_recipe(tmp_path / "run", tokenizer_folder, steps=10_000)
     recipe = write_recipe(config, tmp_path)
     child = start_command(["--config", str(recipe)], tmp_path / "said.txt")
@@ -179,12 +169,12 @@ def test_sigterm_ends_the_command_with_its_own_status(
 
 
 def test_a_folder_that_a_run_trains_in_is_no_other_run_s(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    finished, tokenizer_folder, tmp_path, monkeypatch
+):
     config = tiny_recipe(tmp_path / "run", tokenizer_folder)
     recipe, said, found = write_recipe(config, tmp_path), tmp_path / "said", []
 
-    def begin_another() -> None:
+    def begin_another():
         child = start_command(["--config", str(recipe)], said)
         child.join(LIMIT_S)
         found.append(child.exitcode)
@@ -198,7 +188,7 @@ def test_a_folder_that_a_run_trains_in_is_no_other_run_s(
 
 
 @pytest.mark.full
-def test_a_run_ends_and_says_where_it_goes_on(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_run_ends_and_says_where_it_goes_on(tokenizer_folder, tmp_path):
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
     status, said = interrupted(tmp_path, "step", "train", "--config", str(recipe))
     assert status == 130, said

@@ -1,11 +1,8 @@
 """A whole training run on a tiny recipe: stopped and resumed, refused, exported."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,11 +27,8 @@ from wedlm_jax.params import SamplingParams
 
 
 def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
-    finished: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    finished, tokenizer_folder, tmp_path, capsys
+):
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     run_until_killed(config, 2)
     assert not (tmp_path / "hf").exists()
@@ -46,7 +40,7 @@ def test_a_run_that_was_killed_and_resumed_is_the_uninterrupted_run(
     assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
 
 
-def test_metrics_have_a_line_a_step_and_the_loss_falls(finished: Path) -> None:
+def test_metrics_have_a_line_a_step_and_the_loss_falls(finished):
     lines = metric_lines(finished)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert {"loss", "mlm_loss", "ar_loss", "masked_accuracy", "gradient_norm"} <= set(lines[0])
@@ -55,9 +49,7 @@ def test_metrics_have_a_line_a_step_and_the_loss_falls(finished: Path) -> None:
     assert lines[-1]["ar_loss"] < lines[0]["ar_loss"]
 
 
-def test_a_finished_run_started_again_trains_no_further(
-    finished: Path, tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_started_again_trains_no_further(finished, tokenizer_folder, capsys):
     lines, values = metric_lines(finished), hf_values(finished / "hf")
     run_training(tiny_recipe(finished, tokenizer_folder))
     assert "resumed from step 4" in capsys.readouterr().out
@@ -66,9 +58,7 @@ def test_a_finished_run_started_again_trains_no_further(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_export_has_the_dtype_of_the_recipe(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, dtype: str
-) -> None:
+def test_the_export_has_the_dtype_of_the_recipe(finished, tokenizer_folder, tmp_path, dtype):
     assert {value.dtype.name for value in hf_values(finished / "hf").values()} == {"float32"}
     run = shutil.copytree(finished, tmp_path / "run")
     run_training(tiny_recipe(run, tokenizer_folder, export_dtype=dtype))
@@ -78,7 +68,7 @@ def test_the_export_has_the_dtype_of_the_recipe(
     assert load_checkpoint(run / "hf").config == load_checkpoint(finished / "hf").config
 
 
-def test_the_exported_folder_decodes(finished: Path) -> None:
+def test_the_exported_folder_decodes(finished):
     model = load_checkpoint(finished / "hf")
     assert model.config.model_type == "wedlm"
     tokenizer = Tokenizer.from_file(str(finished / "hf" / "tokenizer.json"))
@@ -89,14 +79,14 @@ def test_the_exported_folder_decodes(finished: Path) -> None:
     assert 1 <= len(result.token_ids) <= 5
 
 
-def test_a_run_says_what_its_model_is(finished: Path, tmp_path: Path) -> None:
+def test_a_run_says_what_its_model_is(finished, tmp_path):
     """So its newest state is exported without more: here the last, which the run has exported."""
     convert(finished, tmp_path / "out")
     for path in (finished / "hf").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder, tmp_path):
     first = tiny_recipe(tmp_path / "ar", tokenizer_folder, objective="ar", steps=2)
     exported = run_training(first)
     names = set(metric_lines(tmp_path / "ar")[0])
@@ -133,7 +123,7 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder: Path, tmp_p
     assert_same_bits(hf_values(folder), values)
 
 
-def test_a_warm_up_that_leaves_no_step_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_a_warm_up_that_leaves_no_step_is_refused(tokenizer_folder, tmp_path):
     config = tiny_recipe(
         tmp_path / "run", tokenizer_folder, optimizer=OptimizerSection(warmup_steps=4)
     )
@@ -142,16 +132,14 @@ def test_a_warm_up_that_leaves_no_step_is_refused(tokenizer_folder: Path, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_folder_without_a_tokenizer_is_refused(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(InputError, match=r"empty: no tokenizer\.json in this folder"):
         run_training(tiny_recipe(tmp_path / "run", empty))
 
 
-def test_what_a_run_lacks_is_told_before_anything_is_made(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_what_a_run_lacks_is_told_before_anything_is_made(tokenizer_folder, tmp_path):
     config = tiny_recipe(tmp_path / "run", tokenizer_folder)
     config.data.tokenizer = None
     with pytest.raises(InputError, match=r"data\.tokenizer: expected the folder"):
@@ -165,9 +153,7 @@ def test_what_a_run_lacks_is_told_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_field_value_of_the_architecture_is_refused(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_field_value_of_the_architecture_is_refused(tokenizer_folder, tmp_path):
     model = ModelSection(architecture={**ARCHITECTURE, "head_dim": 7})
     with pytest.raises(InputError, match="head_dim must be even"):
         run_training(tiny_recipe(tmp_path, tokenizer_folder, model=model))
@@ -175,8 +161,8 @@ def test_an_unknown_field_value_of_the_architecture_is_refused(
 
 @pytest.mark.full
 def test_a_run_on_two_devices_logs_and_exports_what_one_does(
-    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tokenizer_folder, monkeypatch
+):
     run_training(tiny_recipe(tmp_path / "one", tokenizer_folder))
     on_devices(monkeypatch, 2)
     run_training(tiny_recipe(tmp_path / "two", tokenizer_folder))
@@ -190,16 +176,16 @@ def test_a_run_on_two_devices_logs_and_exports_what_one_does(
 
 
 def test_rows_that_the_devices_do_not_share_evenly_are_refused(
-    tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, tokenizer_folder, monkeypatch
+):
     on_devices(monkeypatch, 8)
     with pytest.raises(InputError, match="rows = 2 is not divisible by data 1 x fsdp 8"):
         run_training(tiny_recipe(tmp_path, tokenizer_folder))
 
 
 def test_a_kernel_for_other_devices_is_refused_before_anything_is_loaded(
-    tmp_path: Path, tokenizer_folder: Path
-) -> None:
+    tmp_path, tokenizer_folder
+):
     recipe = tiny_recipe(tmp_path, tokenizer_folder)
     recipe.loss.attention = "splash"
     with pytest.raises(InputError, match="'splash' is for TPUs, not for 'cpu'"):

@@ -30,11 +30,9 @@ from tests.examples.training import BLOCK, MASK_TOKEN, TINY, packed, random_samp
 from tests.jaxpr_shapes import arrays_in
 from train.loop import train as run_training
 from train.program import make_program
-from train.recipe.config import EvaluationSection, LoraSection, ModelSection, TrainConfig
+from train.recipe.config import EvaluationSection, LoraSection, ModelSection
 from train.step import (
-    Metrics,
     Objective,
-    TrainState,
     accumulate,
     make_train_step,
     prepare,
@@ -42,7 +40,6 @@ from train.step import (
 )
 from train.step_cost import forward_flops, model_flops, program_flops
 from wedlm_jax.checkpoint.convert import convert
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.model.lora import LoraConfig, merged_weight, with_adapters
@@ -57,22 +54,22 @@ MODEL = with_adapters(
 GRAPH, FIRST, FROZEN = nnx.split(MODEL, nnx.LoRAParam, ...)
 
 
-def objective(**changes: object) -> Objective:
+def objective(**changes):
     return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, **changes))  # type: ignore[arg-type]
 
 
-def adapters(seed: int = 0) -> nnx.State:
+def adapters(seed=0):
     """Adapters that have been trained: none of their gradients is zero."""
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape) / 4, x.dtype), FIRST)
 
 
-def adapted_state() -> TrainState:
+def adapted_state():
     return fresh_state(parameters=adapters(), frozen=FROZEN)
 
 
 @cache
-def rows() -> tuple[PackedRows, jax.Array, jax.Array]:
+def rows():
     """``[2, 8, L]``, and masks for them."""
     random = np.random.default_rng(4)
     lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * 4
@@ -84,19 +81,19 @@ step = make_train_step(GRAPH, optimizer(), objective())
 
 
 @cache
-def on_one_device() -> tuple[list[Metrics], TrainState]:
+def on_one_device():
     return run_steps(step, adapted_state(), [rows()[0]] * 2)
 
 
-def test_gradients_are_those_of_merged_matrices() -> None:
+def test_gradients_are_those_of_merged_matrices():
     plain, _ = nnx.split(tiny_transformer(**DIVIDED))
     batch = rows()
 
     @jax.jit
-    def both(parameters: nnx.State) -> tuple:
+    def both(parameters):
         given = prepare_given(objective(), *batch)
 
-        def by_merging(parameters: nnx.State) -> nnx.State:
+        def by_merging(parameters):
             flat = dict(nnx.to_flat_state(FROZEN))
             trained = {path: leaf[...] for path, leaf in nnx.to_flat_state(parameters)}
             for path in [path[:-2] for path in trained if path[-1] == "a"]:
@@ -117,7 +114,7 @@ def test_gradients_are_those_of_merged_matrices() -> None:
     assert_same_gradients(ours, theirs)
 
 
-def test_a_step_changes_adapters_and_nothing_else() -> None:
+def test_a_step_changes_adapters_and_nothing_else():
     metrics, state = on_one_device()
     for before, after in zip(jax.tree.leaves(FROZEN), jax.tree.leaves(state.frozen), strict=True):
         np.testing.assert_array_equal(before, after)
@@ -137,7 +134,7 @@ def test_a_step_changes_adapters_and_nothing_else() -> None:
     ],
     ids=str,
 )
-def test_on_a_mesh_it_is_the_step_of_one_device(layout: dict[str, int]) -> None:
+def test_on_a_mesh_it_is_the_step_of_one_device(layout):
     mesh, state = make_mesh(layout), adapted_state()
     state = jax.device_put(state, tree_shardings(mesh, state))
     with jax.set_mesh(mesh):
@@ -160,20 +157,20 @@ class _Place:
     index: str
 
 
-def _hashable(shard: jax.Shard) -> _Place:
+def _hashable(shard):
     return _Place(str(shard.index))
 
 
 @pytest.mark.full
-def test_no_gradient_and_no_float32_copy_of_a_frozen_matrix_exists() -> None:
+def test_no_gradient_and_no_float32_copy_of_a_frozen_matrix_exists():
     """The embedding, a matrix and a head have shapes of their own; each is bfloat16 throughout."""
     graph, first, frozen = nnx.split(
         with_adapters(tiny_transformer(), LORA, nnx.Rngs(0)), nnx.LoRAParam, ...
     )
     sides = {(12, 24), (24, 12), (12, 20), (20, 12), (97, 12), (12, 97)}
 
-    def large(frozen: nnx.State | None, parameters: nnx.State) -> set[tuple[int, ...]]:
-        def gradients(parameters: nnx.State, frozen: nnx.State | None) -> nnx.State:
+    def large(frozen, parameters):
+        def gradients(parameters, frozen):
             given = objective(dtype="bfloat16", remat="attention")
             batches, totals, loss = prepare(given, rows()[0], KEY)
             return accumulate(graph_of, parameters, batches, totals, loss, frozen)[0]
@@ -191,13 +188,13 @@ def test_no_gradient_and_no_float32_copy_of_a_frozen_matrix_exists() -> None:
     assert large(None, nnx.state(tiny_transformer())) == sides
 
 
-def lora_recipe(output: Path, init_from: Path | None, **changes: object) -> TrainConfig:
+def lora_recipe(output, init_from, **changes):
     model = ModelSection(init_from=None if init_from is None else str(init_from))
     lora = LoraSection(rank=4, alpha=8.0)
     return tiny_recipe(output, None, model=model, lora=lora, **changes)
 
 
-def test_products_are_those_counted_by_hand() -> None:
+def test_products_are_those_counted_by_hand():
     config = dataclasses.replace(lora_recipe(Path("unused"), None), rows=1, accumulation=1)
     tokens, layers = 2 * 128, TINY.num_hidden_layers
     hidden, inner = TINY.hidden_size, TINY.intermediate_size
@@ -212,7 +209,7 @@ def test_products_are_those_counted_by_hand() -> None:
     )
 
 
-def test_a_program_holds_moments_of_adapters_and_the_rest_once_in_the_compute_dtype() -> None:
+def test_a_program_holds_moments_of_adapters_and_the_rest_once_in_the_compute_dtype():
     config = lora_recipe(Path("unused"), None)
     config.loss.dtype = "bfloat16"
     config.lora.targets = ["q_proj"]
@@ -226,12 +223,12 @@ def test_a_program_holds_moments_of_adapters_and_the_rest_once_in_the_compute_dt
 
 
 @pytest.fixture(scope="module")
-def base(finished: Path) -> Path:
+def base(finished):
     return finished / "hf"
 
 
 @pytest.fixture(scope="module")
-def whole_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_run(base, tmp_path_factory):
     output = tmp_path_factory.mktemp("lora") / "run"
     with pytest.MonkeyPatch.context() as patch:
         on_devices(patch, 1)
@@ -239,7 +236,7 @@ def whole_run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-def test_what_is_exported_is_the_base_and_what_adapters_add(whole_run: Path, base: Path) -> None:
+def test_what_is_exported_is_the_base_and_what_adapters_add(whole_run, base):
     before, after = hf_values(base), hf_values(whole_run / "hf")
     assert after.keys() == before.keys()
     changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
@@ -252,7 +249,7 @@ def test_what_is_exported_is_the_base_and_what_adapters_add(whole_run: Path, bas
     assert_same_bits(hf_values(whole_run / "base"), before)
 
 
-def test_a_state_is_converted_as_the_run_exports_it(whole_run: Path, tmp_path: Path) -> None:
+def test_a_state_is_converted_as_the_run_exports_it(whole_run, tmp_path):
     convert(whole_run, tmp_path / "out")
     for path in (whole_run / "hf").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
@@ -263,7 +260,7 @@ def test_a_state_is_converted_as_the_run_exports_it(whole_run: Path, tmp_path: P
     assert 0 < np.abs(two[name] - four[name]).max() < 1
 
 
-def test_a_state_holds_adapters_and_their_moments_alone(whole_run: Path) -> None:
+def test_a_state_holds_adapters_and_their_moments_alone(whole_run):
     described = (whole_run / "checkpoints" / "4" / "default" / "_METADATA").read_text()
     arrays = json.loads(described)["tree_metadata"].values()
     shapes = [array["value_metadata"]["write_shape"] for array in arrays]
@@ -276,8 +273,8 @@ def test_a_state_holds_adapters_and_their_moments_alone(whole_run: Path) -> None
 
 @pytest.mark.full
 def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
-    whole_run: Path, base: Path, tmp_path: Path
-) -> None:
+    whole_run, base, tmp_path
+):
     start = shutil.copytree(base, tmp_path / "start")
     config = lora_recipe(tmp_path / "run", start, checkpoint_every=2)
     run_until_killed(config, 3)
@@ -300,7 +297,7 @@ def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
 
 
 @pytest.mark.full
-def test_a_run_averages_and_evaluates_its_adapters(base: Path, tmp_path: Path) -> None:
+def test_a_run_averages_and_evaluates_its_adapters(base, tmp_path):
     """In the first step the rate is 0, so the run evaluates the model that it began with, merged:
     twice, before and after it."""
     section = EvaluationSection(every=1, rows=2, prompts=1, max_tokens=4)
@@ -316,13 +313,13 @@ def test_a_run_averages_and_evaluates_its_adapters(base: Path, tmp_path: Path) -
     assert 0 < np.abs(values[name] - before[name]).max() < 1
 
 
-def test_adapters_need_a_model_to_begin_with(tokenizer_folder: Path, tmp_path: Path) -> None:
+def test_adapters_need_a_model_to_begin_with(tokenizer_folder, tmp_path):
     recipe = tiny_recipe(tmp_path, tokenizer_folder, lora=LoraSection(rank=2))
     with pytest.raises(InputError, match=r"lora\.rank needs model\.init_from"):
         run_training(recipe)
 
 
-def test_merging_by_numpy_is_merging_by_jax() -> None:
+def test_merging_by_numpy_is_merging_by_jax():
     random = np.random.default_rng(0)
     w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (2, 7), (5, 2)))
     np.testing.assert_allclose(

@@ -1,7 +1,5 @@
 """A run chooses its mask token once, writes it down, and tells if the data has it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -13,7 +11,7 @@ from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.examples.tiny_run import tiny_recipe
 from train.data.command import main as tokenize
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from train.recipe.config import ModelSection, TrainConfig
+from train.recipe.config import ModelSection
 from train.start import mask_token, recipe_model
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.errors import InputError
@@ -22,7 +20,7 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 @pytest.fixture
-def qwen(tmp_path: Path) -> Path:
+def qwen(tmp_path):
     """An AR checkpoint whose vocabulary has rows that its tokenizer, without a mask, leaves."""
     folder = write_tiny_checkpoint(tmp_path / "qwen")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -37,24 +35,24 @@ def qwen(tmp_path: Path) -> Path:
     return folder
 
 
-def tool_id(qwen: Path) -> int:
+def tool_id(qwen):
     token = Tokenizer.from_file(str(qwen / "tokenizer.json")).token_to_id("<tool>")
     assert token is not None
     return token
 
 
-def recipe(qwen: Path, output: Path, **model: object) -> TrainConfig:
+def recipe(qwen, output, **model):
     section = ModelSection(init_from=str(qwen), **model)  # type: ignore[arg-type]
     return tiny_recipe(output, None, model=section)
 
 
-def chosen(config: TrainConfig) -> int | None:
+def chosen(config):
     folder = Path(config.model.init_from or "")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return mask_token(config, tokenizer, HFCheckpoint(folder).config)
 
 
-def test_an_ar_checkpoint_gets_an_unused_row(qwen: Path, tmp_path: Path) -> None:
+def test_an_ar_checkpoint_gets_an_unused_row(qwen, tmp_path):
     config = recipe(qwen, tmp_path / "run")
     tokenizer = Tokenizer.from_file(str(qwen / "tokenizer.json"))
     used = set(tokenizer.get_vocab().values())
@@ -65,7 +63,7 @@ def test_an_ar_checkpoint_gets_an_unused_row(qwen: Path, tmp_path: Path) -> None
     assert mask < model.vocab_size
 
 
-def test_a_recipe_names_another(qwen: Path, tmp_path: Path) -> None:
+def test_a_recipe_names_another(qwen, tmp_path):
     tool = tool_id(qwen)
     assert chosen(recipe(qwen, tmp_path / "run", mask_token="<tool>")) == tool
     assert chosen(recipe(qwen, tmp_path / "run", architecture={"mask_token_id": tool})) == tool
@@ -74,7 +72,7 @@ def test_a_recipe_names_another(qwen: Path, tmp_path: Path) -> None:
             chosen(recipe(qwen, tmp_path / "run", mask_token=name))
 
 
-def test_a_run_that_goes_on_keeps_its_own(qwen: Path, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_keeps_its_own(qwen, tmp_path):
     config, output = recipe(qwen, tmp_path / "run"), tmp_path / "run"
     fresh = chosen(config)
     tool = tool_id(qwen)
@@ -86,7 +84,7 @@ def test_a_run_that_goes_on_keeps_its_own(qwen: Path, tmp_path: Path) -> None:
     assert recipe_model(config, qwen, output).mask_token_id == tool
 
 
-def test_only_masked_training_needs_one(qwen: Path, tmp_path: Path) -> None:
+def test_only_masked_training_needs_one(qwen, tmp_path):
     config = recipe(qwen, tmp_path / "run")
     model = HFCheckpoint(qwen).config
     tokenizer = Tokenizer.from_file(str(qwen / "tokenizer.json"))
@@ -96,9 +94,7 @@ def test_only_masked_training_needs_one(qwen: Path, tmp_path: Path) -> None:
     assert mask_token(dataclasses.replace(config, objective="ar"), tokenizer, full) is None
 
 
-def test_text_that_has_the_mask_token_is_told(
-    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_that_has_the_mask_token_is_told(qwen, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"text": "a <tool> b <tool>"}\n{"text": "c"}\n')
     rows = tmp_path / "rows"
     options = ["--input", str(tmp_path / "in.jsonl"), "--output", str(rows), "--row-length", "64"]
@@ -113,9 +109,7 @@ def test_text_that_has_the_mask_token_is_told(
     assert f"{rows}: the text has the mask token {tool} 2 times" in said
 
 
-def test_tokenize_tells_it_of_a_model_that_has_chosen(
-    qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenize_tells_it_of_a_model_that_has_chosen(qwen, tmp_path, capsys):
     config = json.loads((qwen / "config.json").read_text()) | {"mask_token_id": tool_id(qwen)}
     (qwen / "config.json").write_text(json.dumps(config))
     (tmp_path / "in.jsonl").write_text('{"text": "a <tool> b"}\n')

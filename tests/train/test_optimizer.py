@@ -1,9 +1,5 @@
 """The optimizers: what decays, and what Muon does to which parameters."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,15 +14,15 @@ from train.optimizer import MUON_RMS, averaged_parameters, decayed, make_optimiz
 PARAMETERS = nnx.state(tiny_transformer())
 RATE, DECAY = 0.01, 0.1
 FIRST = jnp.int32(0)
-SETTINGS: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip_norm": 1e9}
+SETTINGS = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "clip_norm": 1e9}
 
 
-def random_gradients(seed: int) -> nnx.State:
+def random_gradients(seed):
     random = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(random.normal(size=x.shape), x.dtype), PARAMETERS)
 
 
-def updates_of(name: str, gradients: nnx.State, decay: float = 0.0) -> dict[str, np.ndarray]:
+def updates_of(name, gradients, decay=0.0):
     optimizer = make_optimizer(
         optax.constant_schedule(RATE), name=name, weight_decay=decay, **SETTINGS
     )
@@ -34,11 +30,11 @@ def updates_of(name: str, gradients: nnx.State, decay: float = 0.0) -> dict[str,
     return {path: np.asarray(leaf) for path, leaf in named(updates).items()}
 
 
-def is_layer_matrix(path: str) -> bool:
+def is_layer_matrix(path):
     return path.startswith("layers/") and "weight" in path
 
 
-def test_decay_is_for_matrices_only() -> None:
+def test_decay_is_for_matrices_only():
     flags = named(decayed(PARAMETERS))
     # Every weight matrix, and nothing else, has two axes beside that of the layers.
     for path, value in named(PARAMETERS).items():
@@ -48,7 +44,7 @@ def test_decay_is_for_matrices_only() -> None:
 
 
 @pytest.mark.full
-def test_muon_orthogonalises_the_matrix_of_every_layer() -> None:
+def test_muon_orthogonalises_the_matrix_of_every_layer():
     updates = updates_of("muon", random_gradients(0))
     seen = 0
     for path, update in updates.items():
@@ -65,7 +61,7 @@ def test_muon_orthogonalises_the_matrix_of_every_layer() -> None:
     assert seen == 7 * tiny_transformer().config.num_hidden_layers
 
 
-def test_muon_takes_each_layer_by_itself() -> None:
+def test_muon_takes_each_layer_by_itself():
     gradients = random_gradients(1)
     turned = jax.tree_util.tree_map_with_path(
         lambda path, x: x[::-1] if "layers" in jax.tree_util.keystr(path) else x, gradients
@@ -75,7 +71,7 @@ def test_muon_takes_each_layer_by_itself() -> None:
         np.testing.assert_allclose(straight[path], reversed_[path][::-1], atol=1e-6)
 
 
-def test_muon_leaves_the_rest_to_adamw() -> None:
+def test_muon_leaves_the_rest_to_adamw():
     gradients = random_gradients(2)
     muon, adamw = updates_of("muon", gradients, DECAY), updates_of("adamw", gradients)
     rest = [path for path in muon if not is_layer_matrix(path)]
@@ -86,7 +82,7 @@ def test_muon_leaves_the_rest_to_adamw() -> None:
         np.testing.assert_allclose(muon[path], adamw[path], rtol=0.5, err_msg=path)
 
 
-def test_muon_decays_its_own_matrices() -> None:
+def test_muon_decays_its_own_matrices():
     gradients = random_gradients(3)
     with_decay, without = updates_of("muon", gradients, DECAY), updates_of("muon", gradients)
     for path, parameter in named(PARAMETERS).items():
@@ -94,13 +90,13 @@ def test_muon_decays_its_own_matrices() -> None:
         np.testing.assert_allclose(with_decay[path] - without[path], expected, atol=1e-7)
 
 
-def test_an_unknown_optimizer_is_refused() -> None:
+def test_an_unknown_optimizer_is_refused():
     with pytest.raises(ValueError, match="'lion'"):
         make_optimizer(optax.constant_schedule(RATE), name="lion", weight_decay=0.0, **SETTINGS)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_learning_rate_is_that_of_the_step_and_nothing_else_counts_steps(name: str) -> None:
+def test_the_learning_rate_is_that_of_the_step_and_nothing_else_counts_steps(name):
     """Updates 1, 2, 3 of steps 0, 1, 5: those of a constant rate, scaled by each step's own."""
     gradients = random_gradients(2)
     plain = make_optimizer(optax.constant_schedule(1.0), name=name, weight_decay=DECAY, **SETTINGS)
@@ -118,7 +114,7 @@ def test_the_learning_rate_is_that_of_the_step_and_nothing_else_counts_steps(nam
     assert {int(count) for _, count in counts} == {3}
 
 
-def test_first_moments_in_bfloat16_take_half_the_bytes_and_hardly_change_the_update() -> None:
+def test_first_moments_in_bfloat16_take_half_the_bytes_and_hardly_change_the_update():
     gradients = random_gradients(3)
     for name in ("adamw", "muon"):
         found = {}
@@ -139,7 +135,7 @@ def test_first_moments_in_bfloat16_take_half_the_bytes_and_hardly_change_the_upd
             np.testing.assert_allclose(update, found["bfloat16"][path], atol=RATE / 50)
 
 
-def test_the_average_of_the_parameters_follows_its_recurrence() -> None:
+def test_the_average_of_the_parameters_follows_its_recurrence():
     optimizer = make_optimizer(
         optax.constant_schedule(RATE), weight_decay=0.0, average=0.3, **SETTINGS
     )

@@ -1,8 +1,6 @@
 """A step without prompts in its prediction stream is the step with them; and who says how many
 blocks there are."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import partial
@@ -26,7 +24,6 @@ from tests.examples.train_step import (
     wedlm_step,
 )
 from tests.examples.training import BLOCK, packed, random_sample
-from tests.reference.training import MaskedSample
 from train.data.manifest import MANIFEST, read_manifest
 from train.data.order import StepRows
 from train.loop import train as run_training
@@ -48,20 +45,20 @@ LENGTH, ROOM = 32, 6
 Batch = tuple[PackedRows, object, object]
 
 
-def placed(rows: PackedRows, room: int = ROOM) -> PackedRows:
+def placed(rows, room=ROOM):
     """The same rows ``[R, L]`` with the places of their prediction blocks."""
     places = [prediction_blocks(row, BLOCK, room) for row in np.asarray(rows.trainable)]
     return dataclasses.replace(rows, prediction_blocks=jnp.asarray(np.stack(places)))
 
 
-def conversation(random: np.random.Generator, *turns: int) -> MaskedSample:
+def conversation(random, *turns):
     """A sample whose turns, of these lengths, are the user's and the assistant's by turns."""
     sample = random_sample(random, sum(turns))
     trainable = np.repeat(np.arange(len(turns)) % 2 == 1, turns)
     return dataclasses.replace(sample, trainable=trainable, masked=sample.masked & trainable)
 
 
-def some_batch() -> Batch:
+def some_batch():
     """Prompts before, between and behind answers; a row that needs all the room; a prompt alone;
     nothing."""
     random = np.random.default_rng(3)
@@ -72,9 +69,7 @@ def some_batch() -> Batch:
 
 
 @pytest.mark.parametrize("attention", IMPLEMENTATIONS)
-def test_loss_and_gradients_are_those_with_all_blocks(
-    attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradients_are_those_with_all_blocks(attention, monkeypatch):
     monkeypatch.setattr(splash, "attend_splash", partial(splash.attend_splash, interpret=True))
     rows, masked, ratio = some_batch()
     assert most_trainable_blocks(np.asarray(rows.trainable), BLOCK) == ROOM
@@ -90,10 +85,10 @@ def test_loss_and_gradients_are_those_with_all_blocks(
 
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 10**6))
-def test_any_rows_have_the_loss_and_gradients_they_have_with_all_blocks(seed: int) -> None:
+def test_any_rows_have_the_loss_and_gradients_they_have_with_all_blocks(seed):
     random = np.random.default_rng(seed)
 
-    def row() -> list[MaskedSample]:
+    def row():
         samples, left = [], LENGTH
         while left > 2 * BLOCK and random.random() < 0.8:
             turns = random.integers(1, left // 4 + 1, int(random.integers(2, 5)))
@@ -111,7 +106,7 @@ def test_any_rows_have_the_loss_and_gradients_they_have_with_all_blocks(seed: in
 
 
 @pytest.mark.full
-def test_a_step_draws_the_same_masks() -> None:
+def test_a_step_draws_the_same_masks():
     rows = some_batch()[0]
     metrics = []
     for batch in (rows, placed(rows)):
@@ -129,12 +124,12 @@ def test_a_step_draws_the_same_masks() -> None:
 
 
 @pytest.fixture(scope="module")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def chats(tmp_path_factory):
     """Rows of conversations that begin with a long prompt; one has a longer answer."""
     root = tmp_path_factory.mktemp("chats")
     system = "Be brief, and say only what you were asked for, however long the question is. "
 
-    def record(times: int, answer: int) -> dict:
+    def record(times, answer):
         head = {"role": "system", "content": system * times}
         last = {"role": "assistant", "content": "3, 2, 1. " * answer}
         return {"messages": [head, *CHAT[1:-1], last]}
@@ -144,15 +139,13 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "rows"
 
 
-def chat_recipe(output: Path, folder: Path, **changes: object) -> TrainConfig:
+def chat_recipe(output, folder, **changes):
     data = DataSection(sources={str(folder): 1.0}, tokenizer=str(EMBEDDED))
     return tiny_recipe(output, None, data=data, row_length=256, **changes)
 
 
 @pytest.mark.full
-def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(
-    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(chats, tmp_path, capsys):
     most = read_manifest(chats).most_trainable_blocks
     assert most is not None
     assert 1 < most < 8
@@ -172,9 +165,7 @@ def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(
 
 
 @pytest.mark.full
-def test_a_run_goes_on_bit_for_bit(
-    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_bit_for_bit(chats, tmp_path, capsys):
     config = chat_recipe(tmp_path / "resumed", chats, checkpoint_every=2)
     run_until_killed(config, 3)
     run_training(config)
@@ -186,8 +177,8 @@ def test_a_run_goes_on_bit_for_bit(
 
 
 def test_a_folder_of_an_earlier_version_keeps_all_blocks_and_the_run_says_so(
-    chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    chats, tmp_path, capsys
+):
     for file in chats.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     fields = json.loads((chats / MANIFEST).read_text())
@@ -203,9 +194,9 @@ def test_a_folder_of_an_earlier_version_keeps_all_blocks_and_the_run_says_so(
     assert capsys.readouterr().out == ""
 
 
-def test_a_row_that_needs_more_is_refused_by_name() -> None:
+def test_a_row_that_needs_more_is_refused_by_name():
     class Rows(NumberedRows):
-        def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        def __getitem__(self, index):
             trainable = np.arange(32) < index * BLOCK
             return {**super().__getitem__(index), "trainable": trainable}
 
@@ -235,9 +226,7 @@ def test_a_row_that_needs_more_is_refused_by_name() -> None:
         (0, 5, 64, 8),
     ],
 )
-def test_the_room_is_what_is_needed_and_what_the_mesh_divides(
-    given: int, needed: int | None, sequence: int, chosen: int
-) -> None:
+def test_the_room_is_what_is_needed_and_what_the_mesh_divides(given, needed, sequence, chosen):
     config = TrainConfig(row_length=32, block_size=4, prediction_blocks=given)
     assert with_prediction_blocks(config, lambda _: needed, sequence).prediction_blocks == chosen
     ar = dataclasses.replace(config, objective="ar")
@@ -251,13 +240,13 @@ def test_the_room_is_what_is_needed_and_what_the_mesh_divides(
         (2, "prediction_blocks 2: a row of the data has 3 blocks .*; 0 makes room"),
     ],
 )
-def test_room_that_cannot_be_is_refused(given: int, says: str) -> None:
+def test_room_that_cannot_be_is_refused(given, says):
     config = TrainConfig(row_length=32, block_size=4, prediction_blocks=given)
     with pytest.raises(InputError, match=says):
         with_prediction_blocks(config, lambda _: 3, 1)
 
 
-def test_each_phase_has_its_own_room() -> None:
+def test_each_phase_has_its_own_room():
     phases = [
         PhaseSection(from_step=5, sources={"b": 1.0}, row_length=64),
         PhaseSection(from_step=9, sources={"a": 1.0}, row_length=32),
@@ -283,7 +272,7 @@ def test_each_phase_has_its_own_room() -> None:
         )
 
 
-def test_rows_in_memory_have_the_room_that_they_need() -> None:
+def test_rows_in_memory_have_the_room_that_they_need():
     trainable = np.zeros((2, 32), bool)
     trainable[0, 9], trainable[1, 20:29] = True, True
     config = TrainConfig(row_length=32, block_size=4)

@@ -1,7 +1,5 @@
 """What a recipe's program computes, as it is lowered."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from pathlib import Path
@@ -12,12 +10,12 @@ import pytest
 from tests.examples.tiny_run import tiny_recipe
 from tests.examples.training import PLAIN as MODEL
 from train.program import make_program
-from train.recipe.config import LoraSection, TrainConfig
+from train.recipe.config import LoraSection
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import make_mesh
 
 
-def integer_products(config: TrainConfig) -> int:
+def integer_products(config):
     """How many products of 8-bit integers the step has; a scan's layers count once."""
     mesh = make_mesh({}, jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -26,7 +24,7 @@ def integer_products(config: TrainConfig) -> int:
 
 
 @pytest.mark.full
-def test_a_recipe_says_whether_products_are_of_integers() -> None:
+def test_a_recipe_says_whether_products_are_of_integers():
     config = tiny_recipe(Path("unused"), None)
     int8 = dataclasses.replace(config, quantized_training="int8")
     assert integer_products(config) == 0
@@ -36,7 +34,7 @@ def test_a_recipe_says_whether_products_are_of_integers() -> None:
     assert integer_products(adapters) >= 2 * 7
 
 
-def test_without_qwix_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_qwix_it_says_what_to_install(monkeypatch):
     real = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "qwix" else real(name)

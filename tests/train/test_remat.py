@@ -1,15 +1,10 @@
 """`loss.remat: auto` finds the policy that computes least anew and fits, and the largest
 micro-batches that fit with it, and remembers both."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,13 +16,12 @@ from train.program import make_program
 from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
 from train.recipe.phases import largest_phase, phases_of
 from train.remat import REMEMBERED, first_that_fits, possible_parts, settled, settled_here
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.rematerialisation import POLICIES
 from wedlm_jax.sharding import make_mesh
 
 
-def tpus(count: int = 4, **axes: int) -> Any:
+def tpus(count=4, **axes):
     """A mesh of TPUs that are not here, all on ``fsdp`` but for what ``axes`` say."""
     device = SimpleNamespace(device_kind="TPU v5", platform="tpu")
     shape = {"data": 1, "fsdp": count, "tensor": 1, "sequence": 1} | axes
@@ -39,10 +33,10 @@ class Compiler:
     with the rows of a micro-batch but for 100 bytes; what does not fit into 950 is refused, as
     compilers do."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
+    def __init__(self):
+        self.asked = []
 
-    def peak(self, config: TrainConfig) -> int | None:
+    def peak(self, config):
         self.asked.append((config.loss.remat, config.accumulation))
         held = 900 - 100 * POLICIES.index(config.loss.remat)
         peak = 100 + held * largest_phase(config).config.rows // 16
@@ -50,10 +44,10 @@ class Compiler:
 
 
 @pytest.mark.parametrize("index", range(6))
-def test_the_first_peak_that_leaves_a_tenth_is_found_in_three(index: int) -> None:
-    asked: list[int] = []
+def test_the_first_peak_that_leaves_a_tenth_is_found_in_three(index):
+    asked = []
 
-    def peak(number: int) -> int:
+    def peak(number):
         asked.append(number)
         return 1000 - 100 * number
 
@@ -64,7 +58,7 @@ def test_the_first_peak_that_leaves_a_tenth_is_found_in_three(index: int) -> Non
     assert len(set(asked)) == len(asked)
 
 
-def test_what_fits_nowhere_is_refused() -> None:
+def test_what_fits_nowhere_is_refused():
     with pytest.raises(InputError, match=r"10% of a device's 2.0 GiB: .* takes 1.9 GiB"):
         first_that_fits([lambda: 2**31 - 2**27] * 3, 2**31, 1)
     with pytest.raises(InputError, match="takes more than there is"):
@@ -72,17 +66,17 @@ def test_what_fits_nowhere_is_refused() -> None:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Path]:
+def cache(tmp_path):
     before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield tmp_path
     jax.config.update("jax_compilation_cache_dir", before)
 
 
-def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> None:
+def test_what_was_found_is_remembered_for_the_same_program_only(cache):
     config, said, compiler = TrainConfig(rows=16), list[str](), Compiler()
 
-    def settle(config: TrainConfig, capacity: int = 800, model: ModelConfig = TINY) -> str:
+    def settle(config, capacity=800, model=TINY):
         return settled(config, model, tpus(16), capacity, compiler.peak, said.append).loss.remat
 
     assert settle(config) == "projections"  # 700 of 800, and 720 may be taken
@@ -114,19 +108,17 @@ def test_what_was_found_is_remembered_for_the_same_program_only(cache: Path) -> 
     assert settle(config) == "projections"
 
 
-def test_a_named_policy_compiles_nothing() -> None:
+def test_a_named_policy_compiles_nothing():
     named = TrainConfig()
     named.loss.remat = "full"
     assert settled(named, TINY, tpus(), 800, lambda _: pytest.fail("compiled")) is named
 
 
 @pytest.mark.parametrize(("capacity", "programs"), [(10_000, ["none"]), (500, None)])
-def test_a_cpu_begins_with_the_program_that_will_run(
-    cache: Path, capacity: int, programs: list[str] | None
-) -> None:
-    asked: list[str] = []
+def test_a_cpu_begins_with_the_program_that_will_run(cache, capacity, programs):
+    asked = []
 
-    def peak_of(config: TrainConfig) -> int:
+    def peak_of(config):
         asked.append(config.loss.remat)
         return 1000 - 100 * POLICIES.index(config.loss.remat)
 
@@ -139,13 +131,13 @@ def test_a_cpu_begins_with_the_program_that_will_run(
     assert found.loss.remat == ("none" if programs else "offload")
 
 
-def test_a_device_of_unknown_memory_needs_a_name() -> None:
+def test_a_device_of_unknown_memory_needs_a_name():
     with pytest.raises(InputError, match="TPU v5 does not say how much memory it has"):
         settled(TrainConfig(), TINY, tpus(), None, Compiler().peak)
 
 
 @pytest.mark.full
-def test_a_small_step_fits_this_machine(cache: Path) -> None:
+def test_a_small_step_fits_this_machine(cache):
     config = TrainConfig(rows=1, row_length=32, block_size=4)
     mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -165,8 +157,8 @@ def test_a_small_step_fits_this_machine(cache: Path) -> None:
     ],
 )
 def test_micro_batches_are_cut_no_finer_than_the_cheapest_policy_needs(
-    cache: Path, capacity: int, policy: str, parts: int
-) -> None:
+    cache, capacity, policy, parts
+):
     compiler, said = Compiler(), list[str]()
     recipe = TrainConfig(
         rows=16, accumulation=3, row_length=4096, phases=[PhaseSection(from_step=9, accumulation=1)]
@@ -183,8 +175,8 @@ def test_micro_batches_are_cut_no_finer_than_the_cheapest_policy_needs(
     assert again == found
 
 
-def test_a_micro_batch_is_cut_into_whole_rows_of_every_device_and_phase() -> None:
-    def parts(rows: int, mesh: Any, length: int = 4096, **fields: Any) -> list[int]:
+def test_a_micro_batch_is_cut_into_whole_rows_of_every_device_and_phase():
+    def parts(rows, mesh, length=4096, **fields):
         config = TrainConfig(rows=rows, row_length=length, steps=9, **fields)
         return possible_parts(config, mesh)
 
@@ -200,9 +192,7 @@ def test_a_micro_batch_is_cut_into_whole_rows_of_every_device_and_phase() -> Non
 
 
 @pytest.mark.full
-def test_the_program_that_runs_is_cut_as_was_found(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_program_that_runs_is_cut_as_was_found(cache, monkeypatch):
     """Of two compilations, that of whole micro-batches is too large."""
     peaks = iter([0, 2**60])
     monkeypatch.setattr(remat, "peak_bytes", lambda _: next(peaks))

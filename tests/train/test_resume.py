@@ -1,7 +1,5 @@
 """A run given again with another recipe: what changed is told, other data is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -27,7 +25,6 @@ from train.recipe.config import (
     ModelSection,
     OptimizerSection,
     PhaseSection,
-    TrainConfig,
     describe,
     load_config,
 )
@@ -35,19 +32,19 @@ from train.resume import begin_or_resume
 from wedlm_jax.errors import InputError
 
 
-def begun(config: TrainConfig, step: int = 2) -> None:
+def begun(config, step=2):
     """As if the run of a recipe had written a state."""
     begin(config)
     (Path(config.output) / "checkpoints" / str(step)).mkdir(parents=True)
 
 
-def begin(config: TrainConfig, *, allow_changed: bool = False) -> None:
+def begin(config, *, allow_changed=False):
     Path(config.output).mkdir(exist_ok=True)
     states = [int(path.name) for path in (Path(config.output) / "checkpoints").glob("*")]
     begin_or_resume(config, Path(config.output), states, allow_changed=allow_changed)
 
 
-def with_sources(output: Path, sources: dict[Path, float], **changes: object) -> TrainConfig:
+def with_sources(output, sources, **changes):
     data = DataSection(
         sources={str(folder): weight for folder, weight in sources.items()},
         tokenizer=str(EMBEDDED),
@@ -56,7 +53,7 @@ def with_sources(output: Path, sources: dict[Path, float], **changes: object) ->
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
     for name, seed in (("a", 0), ("b", 1)):
         records = write_jsonl(root / f"{name}.jsonl", documents(20, seed=seed))
@@ -66,8 +63,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.full
 def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    finished, tokenizer_folder, tmp_path, capsys
+):
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
     run_until_killed(config, 2)
     assert "not as before" not in capsys.readouterr().out
@@ -109,12 +106,8 @@ def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
     ],
 )
 def test_what_decides_the_order_of_rows_is_refused_by_name(
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    changes: dict[str, int],
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tokenizer_folder, tmp_path, changes, sentence, capsys
+):
     config = tiny_recipe(tmp_path, tokenizer_folder)
     begun(config)
     other = dataclasses.replace(config, **changes)
@@ -152,9 +145,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("field", DECISIVE)
-def test_what_makes_it_another_run_is_refused(
-    tokenizer_folder: Path, tmp_path: Path, field: str
-) -> None:
+def test_what_makes_it_another_run_is_refused(tokenizer_folder, tmp_path, field):
     config = tiny_recipe(tmp_path, tokenizer_folder)
     begun(config, step=3)
     other = dataclasses.replace(config, **{field: DECISIVE[field]})
@@ -166,9 +157,7 @@ def test_what_makes_it_another_run_is_refused(
 
 
 @pytest.mark.parametrize("field", HARMLESS)
-def test_what_is_of_no_consequence_to_its_steps_is_told(
-    tokenizer_folder: Path, tmp_path: Path, field: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_of_no_consequence_to_its_steps_is_told(tokenizer_folder, tmp_path, field, capsys):
     config = tiny_recipe(tmp_path, tokenizer_folder)
     begun(config)
     begin(dataclasses.replace(config, **{field: HARMLESS[field]}))
@@ -177,9 +166,7 @@ def test_what_is_of_no_consequence_to_its_steps_is_told(
     assert all(line.startswith(f"not as before: {field}") for line in told)
 
 
-def test_a_plateau_may_become_longer_until_its_decay_has_begun(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_a_plateau_may_become_longer_until_its_decay_has_begun(tokenizer_folder, tmp_path):
     wsd = OptimizerSection(learning_rate=0.01, warmup_steps=1, schedule="wsd", decay_steps=4)
     config = tiny_recipe(tmp_path, tokenizer_folder, optimizer=wsd, steps=10)
     begun(config, step=6)
@@ -191,7 +178,7 @@ def test_a_plateau_may_become_longer_until_its_decay_has_begun(
         begin(dataclasses.replace(config, steps=40))
 
 
-def test_every_field_that_is_named_as_harmless_is_one() -> None:
+def test_every_field_that_is_named_as_harmless_is_one():
     """A pattern that matches nothing would be a field that was renamed."""
     names = [name for name, _, _ in describe()]
     for pattern in (resume.HARMLESS, resume.BY_CONTENT, resume.BY_RATE):
@@ -199,9 +186,7 @@ def test_every_field_that_is_named_as_harmless_is_one() -> None:
             assert any(re.fullmatch(part, name) for name in names), part
 
 
-def test_before_the_first_state_everything_may_change(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_state_everything_may_change(tokenizer_folder, tmp_path, capsys):
     begin(tiny_recipe(tmp_path, tokenizer_folder))
     assert capsys.readouterr().out == ""
     second = tiny_recipe(tmp_path, tokenizer_folder, seed=2, rows=4)
@@ -210,9 +195,7 @@ def test_before_the_first_state_everything_may_change(
     assert capsys.readouterr().out == said
 
 
-def test_a_run_that_has_all_its_steps_says_so(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_all_its_steps_says_so(tokenizer_folder, tmp_path, capsys):
     recipe = tiny_recipe(tmp_path, tokenizer_folder, steps=2)
     begun(recipe)
     begin(recipe)
@@ -222,9 +205,7 @@ def test_a_run_that_has_all_its_steps_says_so(
     assert capsys.readouterr().out.splitlines() == [said]
 
 
-def test_the_same_rows_a_step_in_other_portions_are_not_refused(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_rows_a_step_in_other_portions_are_not_refused(tokenizer_folder, tmp_path, capsys):
     begun(tiny_recipe(tmp_path, tokenizer_folder))
     begin(tiny_recipe(tmp_path, tokenizer_folder, rows=4, accumulation=1))
     assert capsys.readouterr().out.splitlines() == [
@@ -233,9 +214,7 @@ def test_the_same_rows_a_step_in_other_portions_are_not_refused(
     ]
 
 
-def test_sources_are_told_by_content_weight_and_order(
-    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sources_are_told_by_content_weight_and_order(folders, tmp_path, capsys):
     a, b = folders
     begun(with_sources(tmp_path / "run", {a: 0.75, b: 0.25}))
     others = [{a: 0.5, b: 0.25}, {b: 0.25, a: 0.75}, {a: 0.75}]
@@ -255,8 +234,8 @@ def test_sources_are_told_by_content_weight_and_order(
 
 @pytest.mark.full
 def test_losses_and_tokens_of_each_source_are_logged_through_phases_and_a_restart(
-    folders: tuple[Path, Path], tmp_path: Path
-) -> None:
+    folders, tmp_path
+):
     a, b = folders
     phases = [PhaseSection(from_step=2, sources={str(b): 1.0})]
     intervals = {"checkpoint_every": 1, "log_every": 2, "phases": phases}
@@ -283,8 +262,8 @@ def test_losses_and_tokens_of_each_source_are_logged_through_phases_and_a_restar
 
 
 def test_a_run_of_an_earlier_version_goes_on_and_is_told_what_is_not_known(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tokenizer_folder, tmp_path, capsys
+):
     config = tiny_recipe(tmp_path, tokenizer_folder)
     begun(config)
     (tmp_path / "order.json").unlink()

@@ -1,7 +1,5 @@
 """A step on a mesh of eight devices is the step on one."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 
@@ -14,14 +12,11 @@ from flax import nnx
 from tests.examples.train_step import DIVIDED, KEY, fresh_state, optimizer, run_steps
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from train.step import (
-    Metrics,
     Objective,
-    TrainState,
     accumulate,
     make_train_step,
     prepare,
 )
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.packing import prediction_blocks, trainable_blocks
@@ -38,18 +33,18 @@ LAYOUTS = {
 }
 
 
-def objective(attention: str) -> Objective:
+def objective(attention):
     return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, attention=attention))
 
 
 @cache
-def step_of(attention: str):  # type: ignore[no-untyped-def]
+def step_of(attention):  # type: ignore[no-untyped-def]
     """One for all tests: what it has compiled for a mesh serves the next."""
     return make_train_step(GRAPH, optimizer(), objective(attention))
 
 
 @cache
-def batches() -> list[PackedRows]:
+def batches():
     """``[2, R, L]`` a step: two micro-batches, samples of many lengths, half of each a prompt, rows
     of three sources."""
     random = np.random.default_rng(4)
@@ -64,7 +59,7 @@ def batches() -> list[PackedRows]:
     return steps
 
 
-def without_prompts(rows: PackedRows) -> PackedRows:
+def without_prompts(rows):
     """The same batch, with the blocks of prompts left out of the prediction stream."""
     trainable = np.asarray(rows.trainable).reshape(-1, LENGTH)
     room = int(trainable_blocks(trainable, BLOCK).sum(-1).max())
@@ -74,7 +69,7 @@ def without_prompts(rows: PackedRows) -> PackedRows:
 
 
 @cache
-def on_one_device() -> tuple[list[Metrics], TrainState]:
+def on_one_device():
     return run_steps(step_of("streams"), fresh_state(parameters=PARAMETERS), batches())
 
 
@@ -91,9 +86,7 @@ def on_one_device() -> tuple[list[Metrics], TrainState]:
         ),
     ],
 )
-def test_losses_gradients_and_parameters_equal_those_of_one_device(
-    layout: str, attention: str, prompts: bool
-) -> None:
+def test_losses_gradients_and_parameters_equal_those_of_one_device(layout, attention, prompts):
     """Also where the prompts are not in the prediction stream, and there they are."""
     mesh = make_mesh(LAYOUTS[layout])
     state = fresh_state(parameters=PARAMETERS)
@@ -112,7 +105,7 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(
         np.testing.assert_allclose(own, one, rtol=2e-4, atol=2e-5)
 
 
-def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
+def test_every_matrix_and_its_moments_are_cut_and_stay_so():
     mesh = make_mesh(LAYOUTS["mixed"])
     state = fresh_state(parameters=PARAMETERS)
     state = jax.device_put(state, tree_shardings(mesh, state))
@@ -132,7 +125,7 @@ def test_every_matrix_and_its_moments_are_cut_and_stay_so() -> None:
             assert shards == {leaf.shape}, name
 
 
-def test_gradients_alone_are_cut_like_their_parameters() -> None:
+def test_gradients_alone_are_cut_like_their_parameters():
     """What stands between backward pass and update is never whole on a device."""
     mesh = make_mesh(LAYOUTS["mixed"])
     layout = tree_shardings(mesh, PARAMETERS)
@@ -140,7 +133,7 @@ def test_gradients_alone_are_cut_like_their_parameters() -> None:
     rows = jax.device_put(batches()[0], batch_sharding(mesh))
 
     @jax.jit
-    def gradients(parameters: nnx.State, rows: PackedRows) -> nnx.State:
+    def gradients(parameters, rows):
         prepared, totals, loss = prepare(objective("streams"), rows, KEY)
         return accumulate(GRAPH, parameters, prepared, totals, loss)[0]
 
@@ -151,7 +144,7 @@ def test_gradients_alone_are_cut_like_their_parameters() -> None:
             assert gradient.sharding.is_equivalent_to(wanted, gradient.ndim)
 
 
-def test_sizes_that_the_mesh_does_not_divide_are_refused_by_name() -> None:
+def test_sizes_that_the_mesh_does_not_divide_are_refused_by_name():
     config = MODEL.config
     check_fits(make_mesh(LAYOUTS["sequence"]), config, rows=8, row_tokens=64)
     with pytest.raises(InputError, match=r"num_key_value_heads = 4 .* tensor 8 x sequence 1"):

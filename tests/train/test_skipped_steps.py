@@ -1,7 +1,5 @@
 """Skipped steps: which gradients are refused, what stays as it was, and when a run gives up."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -11,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from tests.examples.tiny_run import ARCHITECTURE, metric_lines, tiny_recipe
 from train.data.manifest import read_manifest
@@ -19,7 +16,7 @@ from train.data.order import StepRows
 from train.data.shards import ShardRows
 from train.loop import train as run_training
 from train.optimizer import make_optimizer
-from train.recipe.config import ModelSection, OptimizerSection, TrainConfig
+from train.recipe.config import ModelSection, OptimizerSection
 from train.step import (
     NORM_DECAY,
     Guard,
@@ -33,9 +30,7 @@ from train.step import (
 from wedlm_jax.errors import InputError
 
 
-def after(
-    norms: list[float], guard: Guard, first_step: int = 100
-) -> tuple[list[bool], list[int], GuardState]:
+def after(norms, guard, first_step=100):
     """What becomes of steps with these gradient norms, one after another."""
     state, taken, skipped = GuardState.first(), [], []
     for step, norm in enumerate(norms, first_step):
@@ -45,14 +40,14 @@ def after(
     return taken, skipped, state
 
 
-def test_what_is_not_finite_is_skipped_and_counted() -> None:
+def test_what_is_not_finite_is_skipped_and_counted():
     taken, skipped, state = after([1.0, np.nan, np.inf, 1.0], Guard())
     assert taken == [True, False, False, True]
     assert skipped == [0, 1, 2, 0]
     assert float(state.mean_norm) == pytest.approx(1.0)
 
 
-def test_a_spike_is_a_multiple_of_the_running_mean() -> None:
+def test_a_spike_is_a_multiple_of_the_running_mean():
     taken, _, state = after([1.0, 9.0, 12.0, 11.0], Guard(spike_factor=10.0))
     # After a norm of 9 the mean is 1.16: 12 is above ten times that, 11 below.
     assert taken == [True, True, False, True]
@@ -60,14 +55,14 @@ def test_a_spike_is_a_multiple_of_the_running_mean() -> None:
     assert float(state.mean_norm) == pytest.approx(NORM_DECAY * mean + (1 - NORM_DECAY) * 11)
 
 
-def test_spikes_are_not_looked_for_before_the_norms_have_settled() -> None:
+def test_spikes_are_not_looked_for_before_the_norms_have_settled():
     guard = Guard(spike_factor=10.0, settle=50)
     assert after([1.0, 100.0], guard, first_step=0)[0] == [True, True]
     assert after([1.0, 100.0], guard, first_step=50)[0] == [True, False]
     assert after([1.0, 100.0], Guard(spike_factor=0.0))[0] == [True, True]
 
 
-def broken(output: Path, tokenizer: Path, **changes: object) -> TrainConfig:
+def broken(output, tokenizer, **changes):
     """A recipe whose weights are so large that no loss is finite."""
     model = ModelSection(architecture={**ARCHITECTURE, "initializer_range": 1e30})
     return tiny_recipe(output, tokenizer, model=model, **changes)
@@ -75,8 +70,8 @@ def broken(output: Path, tokenizer: Path, **changes: object) -> TrainConfig:
 
 @pytest.mark.full
 def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
-    tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tokenizer_folder, tmp_path, capsys
+):
     optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, max_skipped=3)
     config = broken(tmp_path, tokenizer_folder, optimizer=optimizer)
     with pytest.raises(InputError, match=r"step 3: 3 steps in a row were skipped.*skipped\.jsonl"):
@@ -106,7 +101,7 @@ def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
     assert "step 4 skipped" in said
 
 
-def test_a_skipped_step_changes_nothing_but_the_count() -> None:
+def test_a_skipped_step_changes_nothing_but_the_count():
     from tests.examples.train_step import KEY, fresh_state, named, training_rows, wedlm_step
 
     spoilt = fresh_state()
@@ -124,7 +119,7 @@ def test_a_skipped_step_changes_nothing_but_the_count() -> None:
 
 
 @pytest.mark.full
-def test_the_learning_rate_moves_on_and_the_bias_correction_does_not() -> None:
+def test_the_learning_rate_moves_on_and_the_bias_correction_does_not():
     """Steps 0 and 2 are taken, 1 is not: by values, from the gradients alone."""
     from tests.examples.train_step import (
         B1,
@@ -138,7 +133,7 @@ def test_the_learning_rate_moves_on_and_the_bias_correction_does_not() -> None:
         training_rows,
     )
 
-    def schedule(step: jax.Array) -> jax.Array:
+    def schedule(step):
         return 0.01 * (1 + step)
 
     optimizer = make_optimizer(
@@ -146,7 +141,7 @@ def test_the_learning_rate_moves_on_and_the_bias_correction_does_not() -> None:
     )
     step = make_train_step(GRAPH, optimizer, OBJECTIVE, schedule=schedule)
 
-    def gradients(parameters: nnx.State, number: int) -> dict[str, np.ndarray]:
+    def gradients(parameters, number):
         prepared = prepare(OBJECTIVE, training_rows(number), jax.random.fold_in(KEY, number))
         found = accumulate(GRAPH, parameters, *prepared)[0]
         return {name: x.astype(np.float64) for name, x in named(found).items()}

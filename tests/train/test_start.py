@@ -1,11 +1,7 @@
 """What a run starts from: a checkpoint of the architecture that the recipe states."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +14,12 @@ from train.start import check_start, recipe_model
 from wedlm_jax.errors import InputError
 
 
-def recipe(folder: Path, **architecture: Any) -> TrainConfig:
+def recipe(folder, **architecture):
     return TrainConfig(model=ModelSection(init_from=str(folder), architecture=architecture))
 
 
 @pytest.fixture
-def described(tmp_path: Path) -> Path:
+def described(tmp_path):
     """A checkpoint without its weights."""
     folder = write_tiny_checkpoint(tmp_path / "tiny")
     for file in folder.glob("*.safetensors"):
@@ -31,7 +27,7 @@ def described(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_recipe_for_another_model_is_refused_before_a_weight_is_read(described: Path) -> None:
+def test_a_recipe_for_another_model_is_refused_before_a_weight_is_read(described):
     raw = json.loads((described / "config.json").read_text(encoding="utf-8"))
     same = {"hidden_size": raw["hidden_size"], "qk_norm": True, "model_type": "wedlm"}
     assert recipe_model(recipe(described, **same)) == recipe_model(recipe(described))
@@ -39,9 +35,7 @@ def test_a_recipe_for_another_model_is_refused_before_a_weight_is_read(described
         recipe_model(recipe(described, **{**same, "hidden_size": 4096}))
 
 
-def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(
-    described: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(described, capsys):
     model = recipe_model(recipe(described, eos_token_id=7, rope_theta=5e5))
     assert (model.eos_token_ids, model.rope.theta) == ((7,), 5e5)
     said = capsys.readouterr().out
@@ -51,14 +45,12 @@ def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(
         recipe_model(recipe(described, hiden_size=4))
 
 
-def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(
-    described: Path,
-) -> None:
+def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(described):
     with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
         check_start(recipe(described))
 
 
-def test_a_refused_run_leaves_no_folder(described: Path, tmp_path: Path) -> None:
+def test_a_refused_run_leaves_no_folder(described, tmp_path):
     config = tiny_recipe(tmp_path / "run", EMBEDDED)
     config.model = ModelSection(init_from=str(described))
     with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
@@ -70,7 +62,7 @@ def test_a_refused_run_leaves_no_folder(described: Path, tmp_path: Path) -> None
     assert (tmp_path / "run").exists(), "one that was there is not the run's to remove"
 
 
-def test_a_recipe_without_any_model_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_recipe_without_any_model_is_refused_before_anything_is_made(tmp_path):
     config = dataclasses.replace(tiny_recipe(tmp_path / "run", None), model=ModelSection())
     with pytest.raises(InputError, match=r"model\.init_from: expected the folder of the "):
         train(config)
@@ -78,9 +70,7 @@ def test_a_recipe_without_any_model_is_refused_before_anything_is_made(tmp_path:
 
 
 @pytest.mark.parametrize(("made", "said"), [(False, "no such folder"), (True, "no tokenizer.json")])
-def test_a_folder_without_a_tokenizer_is_told_from_none_at_all(
-    tmp_path: Path, made: bool, said: str
-) -> None:
+def test_a_folder_without_a_tokenizer_is_told_from_none_at_all(tmp_path, made, said):
     if made:
         (tmp_path / "there").mkdir()
     with pytest.raises(InputError, match=f"there: {said}"):

@@ -1,7 +1,5 @@
 """The training step: accumulation, update, randomness, and what it never holds in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -40,14 +38,13 @@ from tests.jaxpr_shapes import shapes_in
 from train.optimizer import decayed
 from train.step import (
     Objective,
-    TrainState,
     accumulate,
     group_norms,
     make_evaluation_step,
     make_train_step,
     prepare,
 )
-from wedlm_jax.corruption import PackedRows, dual_stream, sample_masks
+from wedlm_jax.corruption import dual_stream, sample_masks
 from wedlm_jax.loss import LossConfig
 
 AR_OBJECTIVE = Objective("ar", BLOCK, None, LossConfig(chunk=CHUNK))
@@ -57,7 +54,7 @@ ar_step = make_train_step(GRAPH, optimizer(), AR_OBJECTIVE)
 
 
 @pytest.fixture(scope="module")
-def whole_batch() -> tuple:
+def whole_batch():
     return gradients_of(*global_batch(), steps=1, objective=OBJECTIVE)
 
 
@@ -72,7 +69,7 @@ SOURCES = jnp.asarray([[0, 1, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
 """Of the rows of `global_batch`; the third has none of them."""
 
 
-def of_source(number: int) -> tuple[PackedRows, jax.Array, jax.Array]:
+def of_source(number):
     """`global_batch` with nothing to learn from the rows of other sources."""
     rows, masked, ratio = global_batch()
     own = SOURCES[:, number, None]
@@ -95,7 +92,7 @@ def test_losses_by_source_are_those_of_its_rows_alone(whole_batch):
 def test_next_token_losses_by_source_are_those_of_its_rows_alone():
     evaluate = make_evaluation_step(GRAPH, AR_OBJECTIVE)
 
-    def losses(rows: PackedRows) -> dict[str, jax.Array]:
+    def losses(rows):
         return evaluate(PARAMETERS, jax.tree.map(lambda x: micro_batches(x, 2), rows), KEY)
 
     found = losses(dataclasses.replace(global_batch()[0], source=SOURCES))["ar_loss_by_source"]
@@ -133,14 +130,14 @@ def test_bfloat16_compute_keeps_float32_sums(whole_batch):
     assert 0 < error < 0.05
 
 
-def traced_shapes(chunk: int, attention: str = "streams") -> set[tuple[int, ...]]:
+def traced_shapes(chunk, attention="streams"):
     loss = LossConfig(chunk=chunk, attention=attention)
     step = make_train_step(GRAPH, optimizer(), dataclasses.replace(OBJECTIVE, loss=loss))
     state, rows = jax.eval_shape(fresh_state), training_rows()
     return set(shapes_in(jax.make_jaxpr(step)(state, rows, KEY).jaxpr))
 
 
-def rows_of_logits(shapes: set[tuple[int, ...]]) -> int:
+def rows_of_logits(shapes):
     """The most rows of logits in one array; parameters have the vocabulary's axis too."""
     parameters = {(12, 97), (97,)}
     return max(int(np.prod(s[:-1])) for s in shapes if s[-1:] == (97,) and s not in parameters)
@@ -153,7 +150,7 @@ def test_logits_of_a_whole_row_never_exist():
 
 
 def test_a_mask_over_both_streams_never_exists():
-    def square(shapes: set[tuple[int, ...]]) -> bool:
+    def square(shapes):
         return any(shape[-2:] == (2 * LENGTH, 2 * LENGTH) for shape in shapes)
 
     assert not square(traced_shapes(CHUNK))
@@ -218,7 +215,7 @@ def test_without_a_target_only_the_decay_moves_parameters(step):
 
 
 def test_masks_are_named_by_key_and_step():
-    def loss(step: int, key: jax.Array) -> float:
+    def loss(step, key):
         return float(wedlm_step(fresh_state(step), training_rows(), key)[1]["mlm_loss"])
 
     assert loss(0, KEY) == loss(0, KEY)
@@ -235,7 +232,7 @@ def test_equal_rows_draw_masks_of_their_own():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_masks_do_not_depend_on_how_a_step_is_cut(steps: int) -> None:
+def test_masks_do_not_depend_on_how_a_step_is_cut(steps):
     """A device's memory decides it (`train.remat`), and should not decide what is learned."""
     objective = dataclasses.replace(OBJECTIVE, suffix_share=0.5)
     rows = jax.tree.map(lambda x: micro_batches(x, steps), global_batch()[0])
@@ -250,7 +247,7 @@ def test_masks_do_not_depend_on_how_a_step_is_cut(steps: int) -> None:
 
 
 def test_a_run_resumed_from_its_state_is_the_same_run():
-    def run(state: TrainState, steps: range) -> TrainState:
+    def run(state, steps):
         for step in steps:
             state, _ = wedlm_step(state, training_rows(step), KEY)
         return state
@@ -282,7 +279,7 @@ def test_wedlm_training_needs_a_mask_token():
         prepare(dataclasses.replace(OBJECTIVE, mask_token_id=None), training_rows(), KEY)
 
 
-def test_the_groups_are_all_parameters_and_each_is_its_leaves_norm() -> None:
+def test_the_groups_are_all_parameters_and_each_is_its_leaves_norm():
     parameters = nnx.state(tiny_transformer())
     norms = group_norms(parameters, "parameter")
     groups = ("attention", "embedding", "head", "mlp", "norms")

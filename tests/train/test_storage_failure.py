@@ -1,16 +1,13 @@
 """Storage that refuses or does not answer: told by every process, and nothing is lost by it."""
 
-from __future__ import annotations
-
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 import train.checkpoint
-from tests.emulated_bucket import Bucket, clients
 from tests.emulated_bucket import bucket as bucket
+from tests.emulated_bucket import clients
 from tests.examples.tiny_run import (
     free_port,
     metric_lines,
@@ -32,12 +29,12 @@ AT_ONCE = {
 
 
 @pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch):
     monkeypatch.setattr(train.checkpoint, "PAUSES_S", (0.0, 0.0))
     monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
 
 
-def loop(path: Path) -> None:
+def loop(path):
     """A link to itself, which no one may open: an error as with EIO, ESTALE or EACCES."""
     path.unlink(missing_ok=True)
     path.symlink_to(path)
@@ -46,9 +43,7 @@ def loop(path: Path) -> None:
 # --- states that cannot be written ---------------------------------------------------------
 
 
-def test_a_state_that_cannot_be_written_is_told_and_a_later_one_is(
-    bucket: Bucket, no_pauses: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_that_cannot_be_written_is_told_and_a_later_one_is(bucket, no_pauses, capsys):
     folder = as_path(f"{bucket}/later")
     checkpoints = Checkpoints(folder, 5)
     checkpoints.save(state(2), whole=True)
@@ -74,8 +69,8 @@ def test_a_state_that_cannot_be_written_is_told_and_a_later_one_is(
 @pytest.mark.full
 @pytest.mark.parametrize("part", ["default/ocdbt.process_0/", "default/manifest", "commit_success"])
 def test_after_three_attempts_in_a_row_the_run_ends_and_the_last_whole_state_counts(
-    bucket: Bucket, no_pauses: None, part: str
-) -> None:
+    bucket, no_pauses, part
+):
     folder = as_path(f"{bucket}/ends{len(part)}")
     checkpoints = Checkpoints(folder, 5)
     checkpoints.save(state(2))
@@ -95,9 +90,7 @@ def test_after_three_attempts_in_a_row_the_run_ends_and_the_last_whole_state_cou
     assert_is_step(read(folder)[0], 8)
 
 
-def test_where_nothing_can_be_written_no_thread_of_orbax_waits_for_it(
-    tmp_path: Path, no_pauses: None
-) -> None:
+def test_where_nothing_can_be_written_no_thread_of_orbax_waits_for_it(tmp_path, no_pauses):
     checkpoints = Checkpoints(tmp_path / "states", 5)
     checkpoints.save(state(2), whole=True)
     (tmp_path / "states").rename(tmp_path / "moved")
@@ -110,20 +103,20 @@ def test_where_nothing_can_be_written_no_thread_of_orbax_waits_for_it(
     assert_is_step(read(tmp_path / "moved")[0], 2)
 
 
-def ending(said: str) -> list[str]:
+def ending(said):
     return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
 
 
 @pytest.mark.full
 def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
-    bucket: Bucket, finished: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+    bucket, finished, tokenizer_folder, tmp_path
+):
     """The others stood still once, until somebody ended them."""
     run = f"{bucket}/runs/refused"
     config = tiny_recipe(run, tokenizer_folder, checkpoint_every=1)
     recipe = write_recipe(config, tmp_path)
 
-    def statuses() -> tuple[list[int | None], list[str]]:
+    def statuses():
         said = [tmp_path / f"{i}.txt" for i in range(2)]
         common = ["--config", str(recipe), "--coordinator", f"localhost:{free_port()}"]
         common += ["--num-processes", "2", "--process-id"]
@@ -174,8 +167,8 @@ def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
 
 @pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "the biggest"])
 def test_a_file_that_cannot_be_opened_is_not_taken_for_a_damaged_one(
-    tmp_path: Path, no_pauses: None, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, no_pauses, name, capsys
+):
     """A link to itself, which no one may open, as with EIO, ESTALE or EACCES."""
     write(tmp_path, 2, 4)
     file = biggest_file(tmp_path / "4") if name == "the biggest" else tmp_path / "4/default" / name
@@ -193,9 +186,7 @@ def test_a_file_that_cannot_be_opened_is_not_taken_for_a_damaged_one(
     assert said == []
 
 
-def test_a_read_that_succeeds_the_second_time_is_told(
-    bucket: Bucket, no_pauses: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_read_that_succeeds_the_second_time_is_told(bucket, no_pauses, capsys):
     folder = as_path(f"{bucket}/states")
     write(folder, 2)
     with bucket.refusing("GET .*states/2/default/manifest.ocdbt", 403, times=1):
@@ -208,9 +199,7 @@ def test_a_read_that_succeeds_the_second_time_is_told(
 
 
 @pytest.mark.parametrize("request_", ["_METADATA", "manifest.ocdbt", "d/", ""])
-def test_a_bucket_that_refuses_is_not_taken_for_a_damaged_state(
-    bucket: Bucket, no_pauses: None, request_: str
-) -> None:
+def test_a_bucket_that_refuses_is_not_taken_for_a_damaged_state(bucket, no_pauses, request_):
     folder = as_path(f"{bucket}/refused{len(request_)}")
     write(folder, 2)
     with (

@@ -1,7 +1,5 @@
 """A base checkpoint that is trained on conversations ends its texts where their turns end."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -22,7 +20,7 @@ DOCUMENT = 0
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "base")
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": DOCUMENT}
@@ -32,7 +30,7 @@ def base(tmp_path: Path) -> Path:
     return folder
 
 
-def rows_of(base: Path, folder: Path, record: dict) -> str:
+def rows_of(base, folder, record):
     source = folder.with_suffix(".jsonl")
     source.write_text(json.dumps(record) + "\n", encoding="utf-8")
     options = ["--input", str(source), "--output", str(folder), "--row-length", "256"]
@@ -40,9 +38,7 @@ def rows_of(base: Path, folder: Path, record: dict) -> str:
     return str(folder)
 
 
-def test_conversations_add_the_end_of_their_turns(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_add_the_end_of_their_turns(base, tmp_path, capsys):
     chats = rows_of(base, tmp_path / "chats", {"messages": CHAT})
     texts = rows_of(base, tmp_path / "texts", {"text": "one two three"})
     assert (read_manifest(Path(chats)).turn_end, read_manifest(Path(texts)).turn_end) == (EOS, None)
@@ -65,9 +61,7 @@ def test_conversations_add_the_end_of_their_turns(
     assert open_checkpoint(tmp_path / "hf").config.eos_token_ids == (EOS, DOCUMENT)
 
 
-def test_ends_that_a_model_has_stay_in_their_order(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ends_that_a_model_has_stay_in_their_order(base, tmp_path, capsys):
     chats = rows_of(base, tmp_path / "chats", {"messages": CHAT})
     config = tiny_recipe(tmp_path / "run", None, model=ModelSection(init_from=str(base)))
     config.model.architecture = {"eos_token_id": [DOCUMENT, EOS]}

@@ -1,8 +1,5 @@
 """Attention sees what its mask says, in every implementation, forward and backward."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -32,7 +29,7 @@ MASK = DualStreamMask(SEGMENTS, 4)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_tiles_and_kernel_in_python() -> Iterator[None]:
+def small_tiles_and_kernel_in_python():
     """Rows of 12 then make several tiles, and the kernel of TPUs runs here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "attend_blockwise", partial(attend_blockwise, tile=8))
@@ -40,14 +37,14 @@ def small_tiles_and_kernel_in_python() -> Iterator[None]:
         yield
 
 
-def random_qkv(length: int, batch: int = 3, dtype: str = "float32") -> Arrays:
+def random_qkv(length, batch=3, dtype="float32"):
     keys = jax.random.split(jax.random.key(length), 3)
     q = jax.random.normal(keys[0], (batch, length, 6, 8))
     k, v = (jax.random.normal(key, (batch, 2, length, 8)) for key in keys[1:])
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray) -> np.ndarray:
+def reference(q, k, v, visible):
     """``q [B, T, H, h]``, ``k, v [B, K, S, h]``, ``visible [B, T, S]``: a query at a time."""
     out = np.zeros(q.shape)
     group = q.shape[2] // k.shape[1]
@@ -63,7 +60,7 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray) 
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_each_query_weighs_exactly_the_keys_of_the_drawing(implementation: str) -> None:
+def test_each_query_weighs_exactly_the_keys_of_the_drawing(implementation):
     drawn = from_drawing(DUAL_STREAM)
     size = len(drawn)
     keys = jax.random.split(jax.random.key(0), 2)
@@ -79,7 +76,7 @@ def test_each_query_weighs_exactly_the_keys_of_the_drawing(implementation: str) 
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_dual_stream_attention_equals_the_reference(implementation: str) -> None:
+def test_dual_stream_attention_equals_the_reference(implementation):
     q, k, v = random_qkv(24)
     expected = reference(*map(np.asarray, (q, k, v)), np.asarray(MASK.dense()))
     out = attend(q, k, v, MASK, implementation=implementation)
@@ -88,9 +85,7 @@ def test_dual_stream_attention_equals_the_reference(implementation: str) -> None
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("segments", [None, SEGMENTS])
-def test_causal_attention_equals_the_reference(
-    segments: jax.Array | None, implementation: str
-) -> None:
+def test_causal_attention_equals_the_reference(segments, implementation):
     q, k, v = random_qkv(12)
     mask = CausalMask(segments)
     expected = reference(*map(np.asarray, (q, k, v)), np.asarray(mask.dense(3, 12)))
@@ -99,12 +94,12 @@ def test_causal_attention_equals_the_reference(
 
 
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "dense"])
-def test_gradients_equal_those_of_dense(implementation: str) -> None:
+def test_gradients_equal_those_of_dense(implementation):
     qkv = random_qkv(24)
     probe = jax.random.normal(jax.random.key(9), qkv[0].shape)
 
-    def gradients(implementation: str) -> Arrays:
-        def scalar(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def gradients(implementation):
+        def scalar(q, k, v):
             return (attend(q, k, v, MASK, implementation=implementation) * probe).sum()
 
         return jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))(*qkv)
@@ -115,14 +110,14 @@ def test_gradients_equal_those_of_dense(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_padding_gives_zeros_and_takes_no_gradient(implementation: str) -> None:
+def test_padding_gives_zeros_and_takes_no_gradient(implementation):
     q, k, v = random_qkv(24)
     padding = np.tile(np.asarray(SEGMENTS) == 0, (1, 2))
     out = np.asarray(attend(q, k, v, MASK, implementation=implementation))
     assert (out[padding] == 0).all()
     assert (out[~padding] != 0).any(axis=(-1, -2)).all()
 
-    def scalar(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def scalar(q, k, v):
         return (attend(q, k, v, MASK, implementation=implementation) ** 2).sum()
 
     by_q, by_k, by_v = (
@@ -134,9 +129,9 @@ def test_padding_gives_zeros_and_takes_no_gradient(implementation: str) -> None:
         assert (gradient[~padding] != 0).any()
 
 
-def test_only_dense_builds_a_square_of_both_streams() -> None:
-    def rows_by_columns(implementation: str) -> set[tuple[int, ...]]:
-        def scalar(*qkv: jax.Array) -> jax.Array:
+def test_only_dense_builds_a_square_of_both_streams():
+    def rows_by_columns(implementation):
+        def scalar(*qkv):
             return attend_eagerly(*qkv, MASK, implementation=implementation).sum()
 
         traced = jax.make_jaxpr(jax.value_and_grad(scalar, argnums=(0, 1, 2)))(*random_qkv(24))
@@ -152,9 +147,7 @@ def test_only_dense_builds_a_square_of_both_streams() -> None:
 
 @pytest.mark.parametrize(("length", "block", "tile"), [(16, 4, 8), (16, 4, 4), (24, 2, 12)])
 @pytest.mark.parametrize("streams", [1, 2])
-def test_the_grid_holds_each_tile_that_any_query_sees_and_no_other(
-    streams: int, length: int, block: int, tile: int
-) -> None:
+def test_the_grid_holds_each_tile_that_any_query_sees_and_no_other(streams, length, block, tile):
     one = jnp.ones((1, length), jnp.int32)
     mask = DualStreamMask(one, block) if streams == 2 else CausalMask(one)
     dense = np.asarray(mask.dense() if streams == 2 else mask.dense(1, length))[0]
@@ -169,7 +162,7 @@ def test_the_grid_holds_each_tile_that_any_query_sees_and_no_other(
 @pytest.mark.parametrize(
     "block", [1, 4, *(pytest.param(x, marks=pytest.mark.full) for x in (2, 8, 16, 32))]
 )
-def test_the_kernels_pattern_is_the_mask(block: int) -> None:
+def test_the_kernels_pattern_is_the_mask(block):
     """Of streams whose length is a power of two, and of others."""
     for blocks in (1, 2, 3, 4, 5, 8, 12):
         length = blocks * block
@@ -190,7 +183,7 @@ def test_the_kernels_pattern_is_the_mask(block: int) -> None:
         (TileGrid(4096, 2048, 1024, 32, unit=32), 9),
     ],
 )
-def test_the_kernels_pattern_takes_few_operations_a_score(grid: TileGrid, operations: int) -> None:
+def test_the_kernels_pattern_takes_few_operations_a_score(grid, operations):
     pattern = splash.DualStreamPattern(grid)
     tile = jnp.zeros((8, 128), jnp.int32)
     traced = jax.make_jaxpr(pattern.mask_function)(tile, tile).jaxpr
@@ -198,9 +191,7 @@ def test_the_kernels_pattern_takes_few_operations_a_score(grid: TileGrid, operat
 
 
 @pytest.mark.parametrize(("length", "block", "tile"), [(24, 3, 0), (1024, 256, 384)])
-def test_the_kernel_refuses_block_sizes_that_its_pattern_does_not_hold_for(
-    length: int, block: int, tile: int
-) -> None:
+def test_the_kernel_refuses_block_sizes_that_its_pattern_does_not_hold_for(length, block, tile):
     q, k, v = random_qkv(2 * length, batch=1)
     mask = DualStreamMask(jnp.ones((1, length), jnp.int32), block)
     with pytest.raises(ValueError, match=f"2\\^n and divides a stream of .* not {block}"):
@@ -208,7 +199,7 @@ def test_the_kernel_refuses_block_sizes_that_its_pattern_does_not_hold_for(
 
 
 @pytest.mark.full
-def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:
+def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms():
     """Tiles of their full size, a length that is no multiple of them, ragged segments."""
     length, block = 640, 32
     lengths = [[200, 96, 300], [620, 0, 0]]
@@ -222,8 +213,8 @@ def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:
     qkv = random_qkv(2 * length, batch=2)
     probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
 
-    def run(implementation: str) -> list[jax.Array]:
-        def scalar(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(implementation):
+        def scalar(q, k, v):
             out = attend_eagerly(q, k, v, mask, implementation=implementation)
             return (out * probe).sum(), out
 
@@ -236,7 +227,7 @@ def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms() -> None:
             np.testing.assert_allclose(own, expected, atol=3e-5)
 
 
-def visited_tiles(kernel: splash.SplashAttentionKernel) -> np.ndarray:
+def visited_tiles(kernel):
     """bool ``[query tile, key tile]`` of the forward pass."""
     lists = kernel.fwd_mask_info
     count = len(lists.data_next[0])
@@ -249,7 +240,7 @@ def visited_tiles(kernel: splash.SplashAttentionKernel) -> np.ndarray:
 
 
 @pytest.mark.full
-def test_the_kernel_visits_tiles_of_a_samples_own_only() -> None:
+def test_the_kernel_visits_tiles_of_a_samples_own_only():
     """Eight tiles a stream: samples of two and a half, of one and a half, and padding from the
     sixth on."""
     length, tile = 1024, 128
@@ -271,7 +262,7 @@ def test_the_kernel_visits_tiles_of_a_samples_own_only() -> None:
     assert (int(visited.sum()), int((kernel.fwd_mask_info.block_mask > 0).sum())) == (29, 80)
 
 
-def test_rows_of_other_samples_have_their_own_tiles() -> None:
+def test_rows_of_other_samples_have_their_own_tiles():
     length, block, tile = 384, 32, 128
     segments = np.ones((2, length), np.int32)
     segments[0, 128:256], segments[0, 256:] = 2, 0
@@ -279,8 +270,8 @@ def test_rows_of_other_samples_have_their_own_tiles() -> None:
     qkv = random_qkv(2 * length, batch=2)
     probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
 
-    def run(implementation: str) -> list[jax.Array]:
-        def scalar(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(implementation):
+        def scalar(*qkv):
             out = attend_eagerly(*qkv, mask, implementation=implementation, tile=tile)
             return (out * probe).sum(), out
 
@@ -292,7 +283,7 @@ def test_rows_of_other_samples_have_their_own_tiles() -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation: str) -> None:
+def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation):
     q, k, v = random_qkv(24, dtype="bfloat16")
     out = attend(q, k, v, MASK, implementation=implementation)
     assert out.dtype == jnp.bfloat16
@@ -312,12 +303,12 @@ def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation: str) -
     np.testing.assert_allclose(np.asarray(exact_scores, np.float32), expected, atol=3 * 2**-8)
 
 
-def test_unknown_implementation_is_refused_by_name() -> None:
+def test_unknown_implementation_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'flash'.*dense.*streams"):
         attend_eagerly(*random_qkv(24), MASK, implementation="flash")
 
 
-def test_a_kernel_is_refused_on_devices_that_it_is_not_for() -> None:
+def test_a_kernel_is_refused_on_devices_that_it_is_not_for():
     check_runs_on("splash", "tpu")
     with pytest.raises(InputError, match="'splash' is for TPUs, not for 'gpu'"):
         check_runs_on("splash", "gpu")

@@ -1,7 +1,5 @@
 """A completion cut at one of its tokens. Texts and samples: `test_llm.py`."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
@@ -11,7 +9,7 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 
 
-def test_a_cut_completion_is_what_it_was_at_that_token() -> None:
+def test_a_cut_completion_is_what_it_was_at_that_token():
     logprobs = [TokenLogprob(-float(i), [(i, -float(i))]) for i in range(4)]
     whole = Completion(
         None,
@@ -39,7 +37,7 @@ def test_a_cut_completion_is_what_it_was_at_that_token() -> None:
     assert len(whole.token_ids) == 4
 
 
-def test_a_cut_completion_without_logprobs_has_none() -> None:
+def test_a_cut_completion_without_logprobs_has_none():
     whole = Completion(None, [5, 6], "length", 1, 8, forwards_at=[1, 1], instances_at=[8, 8])
     assert whole.cut(1).logprobs is None
 
@@ -54,12 +52,12 @@ def test_a_cut_completion_without_logprobs_has_none() -> None:
         ("output_text", "did you mean 'text'"),
     ],
 )
-def test_an_attribute_of_other_engines_is_told_by_ours(name: str, hint: str) -> None:
+def test_an_attribute_of_other_engines_is_told_by_ours(name, hint):
     with pytest.raises(AttributeError, match=f"^a Completion has no '{name}'; {hint}"):
         getattr(Completion("a", [5], "stop", 1, 1), name)
 
 
-def test_a_completion_is_copied_and_sent_to_other_processes() -> None:
+def test_a_completion_is_copied_and_sent_to_other_processes():
     one = Completion("a", [5], "stop", 1, 1)
     assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
     assert not hasattr(one, "__len__")

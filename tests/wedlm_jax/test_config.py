@@ -1,11 +1,7 @@
 """Model configurations: Hugging Face fields in and out, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -28,7 +24,7 @@ from wedlm_jax.config import (
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "model_type": "wedlm",
     "vocab_size": 24,
     "hidden_size": 16,
@@ -69,7 +65,7 @@ WEDLM_7B = {
 }
 
 
-def transformers_config(raw: dict[str, Any]) -> Any:
+def transformers_config(raw):
     """Returns what transformers makes of the content of a ``config.json``."""
     import transformers
 
@@ -77,7 +73,7 @@ def transformers_config(raw: dict[str, Any]) -> Any:
     return kind(**without(raw, "model_type"))
 
 
-def without(raw: dict[str, Any], name: str) -> dict[str, Any]:
+def without(raw, name):
     return {key: value for key, value in raw.items() if key != name}
 
 
@@ -140,7 +136,7 @@ def test_a_mask_token_is_assumed_only_where_the_vocabulary_has_its_row():
         config_from_hf(SMALL).require_mask_token_id()
 
 
-ROPE_SPELLINGS: list[tuple[dict[str, Any], RopeConfig]] = [
+ROPE_SPELLINGS = [
     ({}, RopeConfig(10000.0)),
     ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(5e5)),
     (
@@ -164,7 +160,7 @@ def test_rope_is_read_in_old_and_new_spelling(fields, expected):
 
 
 @st.composite
-def configs(draw: st.DrawFn) -> ModelConfig:
+def configs(draw):
     model_type = draw(st.sampled_from(MODEL_TYPES))
     parts = dict.fromkeys(FAMILIES[model_type].parts or (), True)
     if model_type == "wedlm":
@@ -203,7 +199,7 @@ def test_a_config_survives_the_json_file(config):
     assert raw["model_type"] == config.model_type
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED = [
     *(
         ({"model_type": model_type}, f"model_type '{model_type}' is not supported .only wedlm, ")
         for model_type in ("llama4", "gemma3_text", "mixtral", "qwen3_moe")
@@ -274,7 +270,7 @@ def test_a_key_that_changes_the_arithmetic_is_refused_with_its_value(name):
         config_from_hf({**SMALL, name: 0.125})
 
 
-WINDOWS: list[tuple[str, dict[str, Any]]] = [
+WINDOWS = [
     *(
         (model_type, fields)
         for model_type in ("qwen2", "qwen3")
@@ -352,7 +348,7 @@ def test_a_missing_field_is_named(name):
     ("content", "said"),
     [(None, "no such file"), (b"{", "not valid JSON"), (b"[]", "object"), (b"\xff", "not valid")],
 )
-def test_an_unreadable_file_is_named(tmp_path: Path, content, said):
+def test_an_unreadable_file_is_named(tmp_path, content, said):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(InputError, match=said) as error:

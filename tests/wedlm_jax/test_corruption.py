@@ -1,7 +1,5 @@
 """Drawing masks, reordering blocks, and laying the two streams behind each other."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +28,7 @@ def _lay_out(rows, masked, ratio):
     return batch, batch.mask.dense()
 
 
-def lay_out(rows: PackedRows, masked, ratio):
+def lay_out(rows, masked, ratio):
     """The batch and its dense mask, as NumPy arrays: cheap to take apart."""
     return jax.device_get(_lay_out(rows, masked, ratio))
 
@@ -39,7 +37,7 @@ flags = st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH)
 seeds = st.integers(0, 2**31 - 1)
 
 
-def drawn(seed: int, trainable: np.ndarray, block_size: int = BLOCK, **options: float):
+def drawn(seed, trainable, block_size=BLOCK, **options):
     """``masked`` and ``ratio``, cut into blocks ``[R, L / B, B]``."""
     masked, ratio = draw_masks(
         jax.random.key(seed), jnp.asarray(trainable), block_size=block_size, **options

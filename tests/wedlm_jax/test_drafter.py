@@ -1,7 +1,5 @@
 """Windows of masks beside a frozen model: against windows run one by one, as decoding runs them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -9,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import Array
 
 from tests.examples.training import tiny_transformer
 from wedlm_jax.attention import attend
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.drafter import (
-    WindowBatch,
     drafter_denominators,
     drafter_loss,
     draw_anchors,
@@ -23,7 +19,6 @@ from wedlm_jax.drafter import (
 )
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.masks import CausalMask
-from wedlm_jax.model import Transformer
 from wedlm_jax.model.distillation import DISTANCES, distances
 from wedlm_jax.model.lora import LoraConfig, with_adapters
 
@@ -33,7 +28,7 @@ SAMPLES = [[(10, 3), (14, 0)], [(30, 12)]]
 """For each row the length of each sample, and of its prompt."""
 
 
-def packed() -> PackedRows:
+def packed():
     random = np.random.default_rng(0)
     shape = len(SAMPLES), LENGTH
     tokens = random.integers(0, 97, shape)
@@ -54,7 +49,7 @@ ROWS = packed()
 POSITIONS = np.asarray(ROWS.positions)
 
 
-def drafter() -> Transformer:
+def drafter():
     """A model whose adapters do something."""
     graph, adapters, rest = nnx.split(
         with_adapters(tiny_transformer(), LORA, nnx.Rngs(params=2)), nnx.LoRAParam, ...
@@ -64,17 +59,17 @@ def drafter() -> Transformer:
     return nnx.merge(graph, jax.tree.map(draw, adapters), rest)
 
 
-def batch(count: int = COUNT) -> WindowBatch:
+def batch(count=COUNT):
     keys = jax.random.split(jax.random.key(3), len(SAMPLES))
     return window_batch(ROWS, jax.vmap(partial(draw_anchors, count=count))(keys, ROWS), WIDTH)
 
 
 @jax.jit
-def alone(model: Transformer, tokens: Array, is_mask: Array) -> Array:
+def alone(model, tokens, is_mask):
     """Final hidden states ``[T, D]`` of one text and one window behind it, as decoding runs them:
     flat tokens, those of a mask told by a flag."""
 
-    def attend_causally(_: None, __: Array, *qkv: Array) -> tuple[Array, None]:
+    def attend_causally(_, __, *qkv):
         q, k, v = (x[None] for x in qkv)
         k, v = (x.swapaxes(1, 2) for x in (k, v))
         return attend(q, k, v, CausalMask(), implementation="dense")[0], None
@@ -83,7 +78,7 @@ def alone(model: Transformer, tokens: Array, is_mask: Array) -> Array:
     return model.run(tokens, places, attend_causally, None, is_mask=is_mask)[0]
 
 
-def windows_alone(model: Transformer, one: WindowBatch) -> tuple[Array, Array]:
+def windows_alone(model, one):
     """For each window ``[n, W, D]`` the hidden states of its masks, and of the text's rows one
     place earlier. What stands behind a window does not matter to it."""
     texts, known = [], []
@@ -96,13 +91,13 @@ def windows_alone(model: Transformer, one: WindowBatch) -> tuple[Array, Array]:
     run = jax.vmap(alone, in_axes=(None, 0, 0))
     at = (first + jnp.arange(WIDTH))[..., None]
 
-    def taken(hidden: Array, at: Array) -> Array:
+    def taken(hidden, at):
         return jnp.take_along_axis(hidden, at, axis=1, mode="clip")
 
     return taken(run(model, tokens, is_mask), at), taken(run(model, tokens, is_mask < 0), at - 1)
 
 
-def windows_of(one: WindowBatch) -> list[tuple[int, int, int]]:
+def windows_of(one):
     """Row, anchor and length of each window that is there."""
     before = np.asarray(one.mask.before)
     segments = np.asarray(one.mask.segments).reshape(len(SAMPLES), -1, WIDTH)
@@ -114,7 +109,7 @@ def windows_of(one: WindowBatch) -> list[tuple[int, int, int]]:
     ]
 
 
-def test_anchors_are_trainable_tokens_behind_text_and_all_are_drawn() -> None:
+def test_anchors_are_trainable_tokens_behind_text_and_all_are_drawn():
     usable = np.asarray(ROWS.trainable & (ROWS.positions > 0))
     for row, one in enumerate(usable):
         rows = jax.tree.map(lambda x, row=row: x[row], ROWS)
@@ -127,7 +122,7 @@ def test_anchors_are_trainable_tokens_behind_text_and_all_are_drawn() -> None:
     assert counts[~usable[1]].sum() == 0
 
 
-def test_a_window_sees_the_text_before_it_and_its_own_masks() -> None:
+def test_a_window_sees_the_text_before_it_and_its_own_masks():
     one = batch()
     dense = np.asarray(one.mask.dense())[:, LENGTH:]
     found = windows_of(one)
@@ -150,7 +145,7 @@ def test_a_window_sees_the_text_before_it_and_its_own_masks() -> None:
 
 
 @pytest.mark.parametrize("attention", ["dense", "streams", "blockwise"])
-def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention: str) -> None:
+def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention):
     model, one = drafter(), batch()
     hidden = jax.jit(
         lambda model, one: model(one.token_ids, one.positions, one.mask, attention=attention)
@@ -173,7 +168,7 @@ def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention: s
         number[row] += 1
 
 
-def reference(model: Transformer, one: WindowBatch, distance: str) -> tuple[Array, Array]:
+def reference(model, one, distance):
     """The loss and the tokens per forward, window by window from whole logits."""
     masks, teachers = windows_alone(model, one)
     p, q = (jax.nn.softmax(model.logits(x)) for x in (jax.lax.stop_gradient(teachers), masks))
@@ -197,17 +192,17 @@ def reference(model: Transformer, one: WindowBatch, distance: str) -> tuple[Arra
     "distance",
     [pytest.param(name, marks=[pytest.mark.full] * (name != "kl")) for name in DISTANCES],
 )
-def test_loss_and_gradients_are_those_of_windows_alone(distance: str) -> None:
+def test_loss_and_gradients_are_those_of_windows_alone(distance):
     one = batch()
     graph, adapters, rest = nnx.split(drafter(), nnx.LoRAParam, ...)
     config = LossConfig(chunk=7)
     denominators = drafter_denominators(one)
 
-    def packed_loss(adapters: nnx.State) -> tuple[Array, dict]:
+    def packed_loss(adapters):
         model = nnx.merge(graph, adapters, rest)
         return drafter_loss(model, one, denominators, config, distance=distance)
 
-    def loss_alone(adapters: nnx.State) -> tuple[Array, Array]:
+    def loss_alone(adapters):
         return reference(nnx.merge(graph, adapters, rest), one, distance)
 
     (loss, shares), ours = jax.jit(jax.value_and_grad(packed_loss, has_aux=True))(adapters)
@@ -219,7 +214,7 @@ def test_loss_and_gradients_are_those_of_windows_alone(distance: str) -> None:
         assert np.abs(b[...]).max() > 1e-6, path
 
 
-def test_micro_batches_add_up_to_the_batch() -> None:
+def test_micro_batches_add_up_to_the_batch():
     one, model = batch(), drafter()
     totals = drafter_denominators(one)
     share = jax.jit(partial(drafter_loss, config=LossConfig(), distance="tv"))
@@ -233,9 +228,7 @@ def test_micro_batches_add_up_to_the_batch() -> None:
 
 @pytest.mark.parametrize("distance", DISTANCES)
 @pytest.mark.parametrize("chunk", [2, 5, 64])
-def test_distances_and_their_gradients_do_not_depend_on_the_chunk(
-    distance: str, chunk: int
-) -> None:
+def test_distances_and_their_gradients_do_not_depend_on_the_chunk(distance, chunk):
     random = np.random.default_rng(0)
     student, teacher = (jnp.asarray(random.normal(size=(2, 6, 8)), jnp.float32) for _ in range(2))
     head = jnp.asarray(random.normal(size=(31, 8)), jnp.float32)
@@ -243,11 +236,11 @@ def test_distances_and_their_gradients_do_not_depend_on_the_chunk(
     wanted = jnp.asarray(random.random((2, 6)) < 0.7)
     weights = jnp.asarray(random.random((2, 6)), jnp.float32)
 
-    def ours(student: Array, teacher: Array, head: Array) -> Array:
+    def ours(student, teacher, head):
         found = distances(student, teacher, head, targets, wanted, distance=distance, chunk=chunk)
         return (weights * found.loss).sum()
 
-    def dense(student: Array) -> Array:
+    def dense(student):
         p, q = (jax.nn.softmax(x @ head.T) for x in (teacher, student))
         loss = {
             "tv": 0.5 * jnp.abs(p - q).sum(-1),
@@ -263,7 +256,7 @@ def test_distances_and_their_gradients_do_not_depend_on_the_chunk(
     assert not np.asarray(gradients[2]).any()
 
 
-def test_of_a_model_itself_the_overlap_is_whole() -> None:
+def test_of_a_model_itself_the_overlap_is_whole():
     states = jax.random.normal(jax.random.key(0), (1, 4, 8))
     head = jax.random.normal(jax.random.key(1), (31, 8))
     zeros = jnp.zeros((1, 4), jnp.int32)

@@ -1,7 +1,5 @@
 """What messages are made of: hints, short texts, and the command that installs an extra."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 
@@ -24,7 +22,7 @@ from wedlm_jax.llm import LLM
 from wedlm_jax.params import OPTIONS
 
 
-def test_the_nearest_name_is_meant_or_all_are_named() -> None:
+def test_the_nearest_name_is_meant_or_all_are_named():
     assert did_you_mean("temprature", ["temperature", "top_p"]) == "did you mean 'temperature'?"
     assert did_you_mean("x", ["temperature", "top_p"]) == "there are temperature, top_p"
     assert did_you_mean("num_beams", ["temperature", "top_p"]) == "there is no beam search"
@@ -58,7 +56,7 @@ def test_the_nearest_name_is_meant_or_all_are_named() -> None:
         ("tau", "entropy_threshold"),
     ],
 )
-def test_what_other_programs_call_a_sampling_field(name: str, meant: str) -> None:
+def test_what_other_programs_call_a_sampling_field(name, meant):
     assert nearest(name, OPTIONS) == meant
 
 
@@ -87,11 +85,11 @@ def test_what_other_programs_call_a_sampling_field(name: str, meant: str) -> Non
         ("--verbose", None),
     ],
 )
-def test_what_other_programs_call_an_option(flag: str, meant: str | None) -> None:
+def test_what_other_programs_call_an_option(flag, meant):
     assert nearest(flag, parser()._option_string_actions) == meant
 
 
-def test_every_synonym_is_a_name_that_is_known_somewhere() -> None:
+def test_every_synonym_is_a_name_that_is_known_somewhere():
     fields = [name for name, _, _ in describe()]
     known = {*OPTIONS, *ORDERS, *SUBCOMMANDS, *inspect.signature(LLM).parameters}
     known |= set(inspect.signature(LLM.stream).parameters)
@@ -104,17 +102,17 @@ def test_every_synonym_is_a_name_that_is_known_somewhere() -> None:
         assert set(meant.split()) <= known, name
 
 
-def test_numbers_are_written_without_an_exponent() -> None:
+def test_numbers_are_written_without_an_exponent():
     shown = [written(number) for number in (0, 0.5, 1e6, 2**32 - 1, 1e-8, float("inf"))]
     assert shown == ["0", "0.5", "1,000,000", "4,294,967,295", "1e-08", "inf"]
 
 
-def test_a_text_is_put_on_one_line_and_cut() -> None:
+def test_a_text_is_put_on_one_line_and_cut():
     assert shortened(" a\n b ") == "a b"
     assert shortened("x" * 30, 10) == "x" * 7 + "..."
 
 
-def test_a_missing_extra_is_told_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_told_with_its_command(monkeypatch):
     require_extra("this", "test", "json", "pytest")
     monkeypatch.setitem(sys.modules, "qwix", None)
     with pytest.raises(InputError) as caught:

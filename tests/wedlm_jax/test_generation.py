@@ -1,7 +1,5 @@
 """Events of a sequence add up to its completion, in whatever pieces they come."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 
@@ -20,20 +18,20 @@ REQUEST = Request(0, (), SamplingParams())
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def codec(tmp_path_factory):
     tokenizer = byte_tokenizer([("a", "b"), ("b", "c"), ("ab", "ab")])
     codec = TextCodec.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), tokenizer))
     assert codec is not None
     return codec
 
 
-def result_of(token_ids: list[int], reason: str | None = "length") -> Completion:
+def result_of(token_ids, reason="length"):
     counts = list(range(1, len(token_ids) + 1))
     ends = len(token_ids)
     return Completion(None, token_ids, reason, ends, ends, None, (), 7, counts, counts)
 
 
-def deltas(result: Completion, cuts: list[int]) -> list[TokenDelta]:
+def deltas(result, cuts):
     """The result in pieces of these sizes, over and over."""
     found, start, turn = [], 0, 0
     while start < len(result.token_ids):
@@ -55,9 +53,7 @@ long_texts = st.lists(st.sampled_from(TEXTS), min_size=1, max_size=40).map("".jo
 
 
 @given(data=st.data(), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_growing_text_is_the_text_of_all_tokens(
-    codec: TextCodec, data: st.DataObject, cuts: list[int]
-) -> None:
+def test_growing_text_is_the_text_of_all_tokens(codec, data, cuts):
     ids = data.draw(long_ids | long_texts.map(codec.encode))
     growing, start = GrowingText(codec), 0
     for turn in range(len(ids)):
@@ -68,12 +64,10 @@ def test_growing_text_is_the_text_of_all_tokens(
             break
 
 
-def test_growing_text_decodes_its_end_alone(
-    codec: TextCodec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_text_decodes_its_end_alone(codec, monkeypatch):
     longest, decode = 0, codec.decode
 
-    def watched(ids: list[int]) -> str:
+    def watched(ids):
         nonlocal longest
         longest = max(longest, len(ids))
         return decode(ids)
@@ -92,9 +86,7 @@ def test_growing_text_decodes_its_end_alone(
     early=st.integers(0, 40),
     ended=st.booleans(),
 )
-def test_pieces_add_up_to_the_completion(
-    codec: TextCodec, data: st.DataObject, cuts: list[int], stop: list[str], early: int, ended: bool
-) -> None:
+def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended):
     ids = data.draw(long_ids | long_texts.map(codec.encode))
     end = [257] if ended else []  # <|im_end|>
     params = SamplingParams(stop=tuple(stop), min_tokens=early, max_tokens=10_000)
@@ -118,7 +110,7 @@ def test_pieces_add_up_to_the_completion(
     assert whole.num_cached_tokens == 7
 
 
-def test_without_a_tokenizer_there_are_tokens_alone() -> None:
+def test_without_a_tokenizer_there_are_tokens_alone():
     result = result_of([3, 4, 5])
     stream = CompletionStream(None, SamplingParams())
     stream.take(deltas(result, [2])[0])

@@ -1,12 +1,7 @@
 """The Python API: order, parameters, streaming, and independence of batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +9,6 @@ import pytest
 from tests.examples.decode import EVERYTHING
 from tests.examples.tiny_checkpoint import TEXTS, write_tiny_checkpoint
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import WAITING
 from wedlm_jax.host.progress import Progress
@@ -26,33 +20,33 @@ PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat"
 GREEDY = SamplingParams(mode="paper", max_tokens=24)
 SAMPLED = SamplingParams(mode="paper", max_tokens=24, temperature=1.0, entropy_threshold=2.0)
 VERIFIED = SamplingParams(max_tokens=24, temperature=1.0)
-SMALL: dict[str, Any] = {"max_batch_size": 4, "deterministic": True}
+SMALL = {"max_batch_size": 4, "deterministic": True}
 """One size of forwards: little is compiled."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
+def llm(folder):
     llm = LLM(folder, window_size=4, **SMALL)
     llm.warm_up(EVERYTHING)
     return llm
 
 
 @pytest.fixture(scope="module")
-def whole(llm: LLM) -> list[Completion]:
+def whole(llm):
     """What greedy decoding makes of each prompt."""
     return llm.generate(PROMPTS, GREEDY)
 
 
-def tokens(completions: list[Completion]) -> list[list[int]]:
+def tokens(completions):
     return [completion.token_ids for completion in completions]
 
 
-def cold(completions: list[Completion]) -> list[Completion]:
+def cold(completions):
     """The same, but for what was in the cache before."""
     return [dataclasses.replace(one, num_cached_tokens=0) for one in completions]
 
@@ -60,27 +54,27 @@ def cold(completions: list[Completion]) -> list[Completion]:
 # --- order and parameters ----------------------------------------------------------------
 
 
-def test_results_are_in_the_order_of_the_prompts(llm: LLM, whole: list[Completion]) -> None:
+def test_results_are_in_the_order_of_the_prompts(llm, whole):
     assert len({tuple(ids) for ids in tokens(whole)}) == len(PROMPTS), "all differ, so order shows"
     order = [5, 2, 7, 0, 3, 6, 1, 4]
     assert llm.generate([PROMPTS[i] for i in order], GREEDY) == [whole[i] for i in order]
 
 
-def test_one_prompt_and_no_prompt(llm: LLM, whole: list[Completion]) -> None:
+def test_one_prompt_and_no_prompt(llm, whole):
     assert llm.generate(PROMPTS[0], GREEDY) == whole[:1]
     assert llm.generate([], GREEDY) == []
     assert llm.generate([], []) == []
     assert llm.chat([]) == []
 
 
-def test_token_ids_in_any_container_are_the_text(llm: LLM, whole: list[Completion]) -> None:
+def test_token_ids_in_any_container_are_the_text(llm, whole):
     assert llm.codec is not None
     ids = llm.codec.encode(PROMPTS[1])
     for prompt in (ids, tuple(ids), np.array(ids), [ids], [np.array(ids, np.int32)]):
         assert llm.generate(prompt, GREEDY) == [whole[1]]  # type: ignore[arg-type]
 
 
-def test_each_row_has_its_own_parameters(llm: LLM, whole: list[Completion]) -> None:
+def test_each_row_has_its_own_parameters(llm, whole):
     end = whole[2].token_ids[6]
     params = [
         GREEDY,
@@ -101,7 +95,7 @@ def test_each_row_has_its_own_parameters(llm: LLM, whole: list[Completion]) -> N
     assert mixed[3].tokens_per_forward <= 1
 
 
-def test_one_token(llm: LLM, whole: list[Completion]) -> None:
+def test_one_token(llm, whole):
     one = llm.generate(PROMPTS, dataclasses.replace(GREEDY, max_tokens=1))
     assert [len(ids) for ids in tokens(one)] == [1] * len(PROMPTS)
     for result in one:
@@ -109,7 +103,7 @@ def test_one_token(llm: LLM, whole: list[Completion]) -> None:
         assert result.num_forwards >= 1
 
 
-def test_stop_string_ends_the_text_before_it(llm: LLM, whole: list[Completion]) -> None:
+def test_stop_string_ends_the_text_before_it(llm, whole):
     text = whole[0].text
     assert text
     stop = text[len(text) // 2 :][:3]
@@ -121,7 +115,7 @@ def test_stop_string_ends_the_text_before_it(llm: LLM, whole: list[Completion]) 
     assert cut.num_forwards < whole[0].num_forwards
 
 
-def test_stop_string_of_one_row_leaves_its_batch_alone(llm: LLM, whole: list[Completion]) -> None:
+def test_stop_string_of_one_row_leaves_its_batch_alone(llm, whole):
     assert whole[0].text
     stop = whole[0].text[3:5]
     params = [dataclasses.replace(GREEDY, stop=stop), GREEDY, GREEDY, GREEDY]
@@ -130,7 +124,7 @@ def test_stop_string_of_one_row_leaves_its_batch_alone(llm: LLM, whole: list[Com
     assert others == whole[1:4]
 
 
-def test_chat_is_the_template_then_generate(llm: LLM) -> None:
+def test_chat_is_the_template_then_generate(llm):
     conversation = [{"role": "user", "content": "the cat"}]
     assert llm.codec is not None
     ids = llm.codec.encode("<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n")
@@ -140,7 +134,7 @@ def test_chat_is_the_template_then_generate(llm: LLM) -> None:
     assert cold(llm.chat([conversation] * 4, GREEDY)) == expected * 4
 
 
-def test_the_second_turn_finds_the_first_in_the_cache(llm: LLM) -> None:
+def test_the_second_turn_finds_the_first_in_the_cache(llm):
     conversation = [{"role": "user", "content": "the cat sat on the mat"}]
     (answer,) = llm.chat(conversation, dataclasses.replace(GREEDY, ignore_eos=True))
     prompt = [*llm.chat_prompt(conversation), *answer.token_ids, 7, 8, 9]
@@ -149,8 +143,8 @@ def test_the_second_turn_finds_the_first_in_the_cache(llm: LLM) -> None:
     assert llm.generate([[9, *prompt]], GREEDY)[0].num_cached_tokens == 0
 
 
-def test_progress_reaches_the_totals(llm: LLM, whole: list[Completion]) -> None:
-    seen: list[Progress] = []
+def test_progress_reaches_the_totals(llm, whole):
+    seen = []
     llm.generate(PROMPTS, GREEDY, on_progress=seen.append)
     counts = [(len(c.token_ids), c.num_forwards, c.num_token_instances) for c in whole]
     total = (sum(column) for column in zip(*counts, strict=True))
@@ -164,13 +158,13 @@ def test_progress_reaches_the_totals(llm: LLM, whole: list[Completion]) -> None:
 @pytest.mark.parametrize(
     "params", [GREEDY, SAMPLED, VERIFIED], ids=["greedy", "sampled", "verified"]
 )
-def test_batch_size_changes_nothing(llm: LLM, params: SamplingParams) -> None:
+def test_batch_size_changes_nothing(llm, params):
     each = [dataclasses.replace(params, seed=i) for i in range(len(PROMPTS))]
     alone = [c for prompt, p in zip(PROMPTS, each, strict=True) for c in llm.generate(prompt, p)]
     assert llm.generate(PROMPTS, each) == alone
 
 
-def test_autoregressive_decoding_takes_a_forward_a_token(folder: Path) -> None:
+def test_autoregressive_decoding_takes_a_forward_a_token(folder):
     llm = LLM(folder, window_size=0, **SMALL)
     results = llm.generate(PROMPTS, GREEDY)
     assert cold(llm.generate(PROMPTS[3], GREEDY)) == [results[3]]
@@ -178,7 +172,7 @@ def test_autoregressive_decoding_takes_a_forward_a_token(folder: Path) -> None:
         assert result.num_forwards == result.num_token_instances == len(result.token_ids)
 
 
-def test_seed_names_the_sample(llm: LLM, whole: list[Completion]) -> None:
+def test_seed_names_the_sample(llm, whole):
     prompts = [PROMPTS[0]] * 4
     seeds = [dataclasses.replace(SAMPLED, seed=seed) for seed in (5, 6, 5, 2**32 - 1)]
     a, b, again, large = llm.generate(prompts, seeds)
@@ -189,20 +183,20 @@ def test_seed_names_the_sample(llm: LLM, whole: list[Completion]) -> None:
 # --- samples and options -----------------------------------------------------------------
 
 
-def test_without_a_seed_every_call_says_something_else(llm: LLM) -> None:
+def test_without_a_seed_every_call_says_something_else(llm):
     unseeded = dataclasses.replace(SAMPLED, seed=None)
     said = {tuple(llm.generate("the cat", unseeded)[0].token_ids) for _ in range(4)}
     assert len(said) > 1
 
 
-def test_what_it_is_shows(llm: LLM) -> None:
+def test_what_it_is_shows(llm):
     assert repr(llm).startswith(f"LLM('{llm.folder}', ")
     assert llm.tokenizer("the cat")["input_ids"] == llm.codec.encode("the cat")  # type: ignore[union-attr]
 
 
-def test_samples_are_what_their_seeds_give_alone(llm: LLM) -> None:
+def test_samples_are_what_their_seeds_give_alone(llm):
     params = [dataclasses.replace(SAMPLED, n=n, seed=5) for n in (3, 1)]
-    seen: list[Progress] = []
+    seen = []
     three, one = llm.generate(PROMPTS[:2], params, on_progress=seen.append)
     seeds = [sample_seed(5, i) for i in range(3)]
     alone = llm.generate([PROMPTS[0]] * 3, [dataclasses.replace(SAMPLED, seed=s) for s in seeds])
@@ -214,7 +208,7 @@ def test_samples_are_what_their_seeds_give_alone(llm: LLM) -> None:
     assert (seen[-1].finished, seen[-1].total, seen[-1].tokens) == (2, 2, tokens)
 
 
-def test_log_probabilities_change_no_token(llm: LLM, whole: list[Completion]) -> None:
+def test_log_probabilities_change_no_token(llm, whole):
     params = [dataclasses.replace(GREEDY, logprobs=k) for k in (0, 3)] + [GREEDY]
     none, three, plain = llm.generate(PROMPTS[:3], params)
     assert plain == whole[2]
@@ -231,7 +225,7 @@ def test_log_probabilities_change_no_token(llm: LLM, whole: list[Completion]) ->
         assert sum(math.exp(p) for _, p in one.top) <= 1 + 1e-5
 
 
-def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm: LLM) -> None:
+def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm):
     params = SamplingParams(mode="ar", temperature=1.0, max_tokens=20, logprobs=3, seed=5)
     decoded = llm.generate(PROMPTS, params)
     scored = llm.score(PROMPTS, [c.token_ids for c in decoded], top=3)
@@ -245,7 +239,7 @@ def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm: LLM) -
     assert llm.score(["one"], [[]]) == [[]]
 
 
-def test_log_probabilities_are_cut_with_the_text(llm: LLM, whole: list[Completion]) -> None:
+def test_log_probabilities_are_cut_with_the_text(llm, whole):
     assert whole[0].text
     stop = whole[0].text[3:5]
     (cut,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, stop=stop, logprobs=1))
@@ -255,7 +249,7 @@ def test_log_probabilities_are_cut_with_the_text(llm: LLM, whole: list[Completio
     assert chunks[-1].completion == cut
 
 
-def test_bad_words_as_texts(llm: LLM, whole: list[Completion]) -> None:
+def test_bad_words_as_texts(llm, whole):
     assert llm.codec is not None
     texts = {(token,): llm.codec.decode([token]) for token in whole[0].token_ids}
     # A token of the completion that is its text's own spelling.
@@ -271,7 +265,7 @@ def test_bad_words_as_texts(llm: LLM, whole: list[Completion]) -> None:
         assert all(tuple(found.token_ids[i : i + len(spelling)]) != spelling for i in places)
 
 
-def test_nothing_stops_before_min_tokens(llm: LLM, whole: list[Completion]) -> None:
+def test_nothing_stops_before_min_tokens(llm, whole):
     first, text = whole[0], whole[0].text
     assert text
     end, stop = first.token_ids[2], text[1:2]
@@ -293,7 +287,7 @@ def test_nothing_stops_before_min_tokens(llm: LLM, whole: list[Completion]) -> N
 # --- programs and devices ----------------------------------------------------------------
 
 
-def test_after_a_warm_up_nothing_is_compiled(folder: Path, whole: list[Completion]) -> None:
+def test_after_a_warm_up_nothing_is_compiled(folder, whole):
     llm = LLM(folder, window_size=4, **SMALL)
     llm.warm_up([SAMPLED, VERIFIED])
     programs = llm.engine.num_programs
@@ -305,13 +299,13 @@ def test_after_a_warm_up_nothing_is_compiled(folder: Path, whole: list[Completio
 
 
 @pytest.mark.full
-def test_replicas_on_several_devices_give_the_same(folder: Path, whole: list[Completion]) -> None:
+def test_replicas_on_several_devices_give_the_same(folder, whole):
     llm = LLM(folder, window_size=4, mesh={"data": 2}, **SMALL)
     assert llm.engine.settings.sequences == 8
     assert llm.generate(PROMPTS, GREEDY) == whole
 
 
-def test_what_is_left_of_a_stream_disturbs_nobody(llm: LLM, whole: list[Completion]) -> None:
+def test_what_is_left_of_a_stream_disturbs_nobody(llm, whole):
     left = llm.stream(PROMPTS[1], GREEDY)
     other = llm.stream(PROMPTS[2], GREEDY)
     next(left)
@@ -325,10 +319,10 @@ def test_what_is_left_of_a_stream_disturbs_nobody(llm: LLM, whole: list[Completi
     assert not llm.engine.has_work
 
 
-def test_prompts_are_read_only_some_way_ahead(llm: LLM) -> None:
+def test_prompts_are_read_only_some_way_ahead(llm):
     read = 0
 
-    def prompts() -> Iterator[tuple[list[int], SamplingParams]]:
+    def prompts():
         nonlocal read
         for i in range(60):
             read += 1
@@ -342,11 +336,11 @@ def test_prompts_are_read_only_some_way_ahead(llm: LLM) -> None:
     assert finished == read == 60
 
 
-def test_once_it_is_to_stop_no_other_prompt_begins(llm: LLM) -> None:
-    finished: list[int] = []
+def test_once_it_is_to_stop_no_other_prompt_begins(llm):
+    finished = []
     prompts = [([7 + i % 5, 9], GREEDY) for i in range(40)]
 
-    def stopping() -> bool:
+    def stopping():
         return bool(finished)
 
     for some in llm.run(prompts, stopping=stopping):
@@ -356,12 +350,12 @@ def test_once_it_is_to_stop_no_other_prompt_begins(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_only_what_the_tokenizer_knows_is_chosen(tmp_path: Path) -> None:
+def test_only_what_the_tokenizer_knows_is_chosen(tmp_path):
     """The model has more rows; without a tokenizer all of them may be chosen."""
     folder = write_tiny_checkpoint(tmp_path, tokenizer=False)
     hot = SamplingParams(mode="ar", max_tokens=60, temperature=3.0, seed=1, ignore_eos=True)
 
-    def chosen() -> set[int]:
+    def chosen():
         llm = LLM(folder, window_size=0, max_batch_size=4)
         return {token for one in llm.generate([[7], [8, 9]], hot) for token in one.token_ids}
 
@@ -380,13 +374,7 @@ def test_only_what_the_tokenizer_knows_is_chosen(tmp_path: Path) -> None:
     "params", [GREEDY, SAMPLED, VERIFIED], ids=["greedy", "sampled", "verified"]
 )
 @pytest.mark.parametrize("with_stop", [False, True])
-def test_stream_adds_up_to_generate(
-    llm: LLM,
-    number: int,
-    params: SamplingParams,
-    with_stop: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_stream_adds_up_to_generate(llm, number, params, with_stop, monkeypatch):
     monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
     (expected,) = llm.generate(PROMPTS[number], params)
     if with_stop:
@@ -405,7 +393,7 @@ def test_stream_adds_up_to_generate(
 # --- limits ----------------------------------------------------------------------------
 
 
-def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
+def test_the_whole_context_can_be_used_and_no_more(folder):
     llm = LLM(folder, window_size=0, max_model_len=24, max_batch_size=1, deterministic=True)
     (full,) = llm.generate([[7] * 4], dataclasses.replace(GREEDY, max_tokens=20))
     assert 1 <= len(full.token_ids) <= 20
@@ -413,7 +401,7 @@ def test_the_whole_context_can_be_used_and_no_more(folder: Path) -> None:
         llm.generate([[7] * 5], dataclasses.replace(GREEDY, max_tokens=20))
 
 
-def test_token_ids_need_no_tokenizer(tmp_path: Path, llm: LLM, whole: list[Completion]) -> None:
+def test_token_ids_need_no_tokenizer(tmp_path, llm, whole):
     bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4, **SMALL)
     assert llm.codec is not None
     ids = llm.codec.encode(PROMPTS[0])

@@ -1,11 +1,7 @@
 """What the Python API refuses, in one sentence and before anything runs, and what it warns of."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,18 +16,18 @@ GREEDY = SamplingParams(max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
+def llm(folder):
     return LLM(folder, window_size=4, max_batch_size=4)
 
 
 @pytest.fixture
-def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(*_: object, **__: object) -> None:
+def never_runs(monkeypatch):
+    def run(*_, **__):
         raise AssertionError("it ran")
 
     monkeypatch.setattr(Engine, "step", run)
@@ -63,7 +59,7 @@ def never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("a", SamplingParams(stop_token_ids=(VOCAB_SIZE,)), "stop_token_ids: 300 is outside"),
     ],
 )
-def test_refused_before_running(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+def test_refused_before_running(llm, prompts, params, message):
     with pytest.raises(InputError, match=message):
         llm.generate(prompts, params)
 
@@ -82,7 +78,7 @@ def test_refused_before_running(llm: LLM, prompts: Any, params: Any, message: st
         ),
     ],
 )
-def test_refused_conversations(llm: LLM, conversations: Any, message: str) -> None:
+def test_refused_conversations(llm, conversations, message):
     with pytest.raises(InputError, match=message):
         llm.chat(conversations, GREEDY)
 
@@ -102,12 +98,12 @@ def test_refused_conversations(llm: LLM, conversations: Any, message: str) -> No
         ({"refill": "never"}, "refill: expected one of"),
     ],
 )
-def test_refused_settings(folder: Path, arguments: dict[str, Any], message: str) -> None:
+def test_refused_settings(folder, arguments, message):
     with pytest.raises(InputError, match=message):
         LLM(folder, **arguments)
 
 
-def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_models(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="nowhere: no such folder"):
         LLM(tmp_path / "nowhere")
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
@@ -115,9 +111,7 @@ def test_missing_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         find_model(None)
 
 
-def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(folder, capsys):
     fresh = LLM(folder, window_size=4)
     fresh.prepare_one([5, 6], GREEDY)
     fresh.prepare_one("<|im_start|>user\na<|im_end|>\n", GREEDY)
@@ -130,9 +124,7 @@ def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(
     )
 
 
-def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(tmp_path, capsys):
     qwen = write_tiny_checkpoint(tmp_path / "qwen")
     config = json.loads((qwen / "config.json").read_text(encoding="utf-8"))
     (qwen / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
@@ -159,7 +151,7 @@ def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(
     )
 
 
-def test_samples_where_one_is_expected_are_refused(llm: LLM) -> None:
+def test_samples_where_one_is_expected_are_refused(llm):
     params = dataclasses.replace(GREEDY, temperature=1.0, n=2)
     with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
         next(llm.stream("the cat", params))
@@ -167,7 +159,7 @@ def test_samples_where_one_is_expected_are_refused(llm: LLM) -> None:
         llm.prepare_one("the cat", params)
 
 
-def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
+def test_what_cannot_be_scored_is_refused(llm):
     with pytest.raises(InputError, match="as many completions as prompts"):
         llm.score(["one", "two"], ["three"])
     with pytest.raises(InputError, match=r"pair 1: .*max_model_len"):
@@ -178,7 +170,7 @@ def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
         llm.score(["one"], ["two"], top=21)
 
 
-def test_without_a_tokenizer_texts_are_refused(tmp_path: Path) -> None:
+def test_without_a_tokenizer_texts_are_refused(tmp_path):
     bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4)
     for prompt, params in (("text", GREEDY), ([5], dataclasses.replace(GREEDY, stop="x"))):
         with pytest.raises(InputError, match="bare has no tokenizer"):
@@ -187,7 +179,7 @@ def test_without_a_tokenizer_texts_are_refused(tmp_path: Path) -> None:
         bare.chat([{"role": "user", "content": "hello"}])
 
 
-def test_sampling_params_may_be_named_as_in_other_engines(llm: LLM) -> None:
+def test_sampling_params_may_be_named_as_in_other_engines(llm):
     expected = llm.generate("a", GREEDY)[0].token_ids
     assert llm.generate("a", sampling_params=GREEDY)[0].token_ids == expected
     *_, last = llm.stream("a", sampling_params=GREEDY)
@@ -216,7 +208,7 @@ def test_sampling_params_may_be_named_as_in_other_engines(llm: LLM) -> None:
         (LLM.stream, "window_size", "did you mean 'window'?"),
     ],
 )
-def test_an_argument_of_other_engines_is_told_by_ours(call: Any, given: str, hint: str) -> None:
+def test_an_argument_of_other_engines_is_told_by_ours(call, given, hint):
     who = "LLM" if call is LLM else f"LLM.{call.__name__}"
     before = () if call is LLM else (None, "a")
     with pytest.raises(TypeError) as refused:
@@ -224,7 +216,7 @@ def test_an_argument_of_other_engines_is_told_by_ours(call: Any, given: str, hin
     assert str(refused.value) == f"{who}: unknown argument {given!r}; {hint}"
 
 
-def test_a_file_is_no_model_and_one_of_llama_cpp_is_named(tmp_path: Path) -> None:
+def test_a_file_is_no_model_and_one_of_llama_cpp_is_named(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(

@@ -1,9 +1,6 @@
 """The losses equal those of whole logits, packed or not, forward and backward."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -23,12 +20,11 @@ from tests.examples.training import (
     tiny_transformer,
 )
 from tests.reference.training import (
-    MaskedSample,
     cross_entropy,
     dual_streams,
     wedlm_losses,
 )
-from wedlm_jax.corruption import PackedRows, dual_stream, sample_masks
+from wedlm_jax.corruption import dual_stream, sample_masks
 from wedlm_jax.loss import (
     SURPRISE,
     LossConfig,
@@ -45,23 +41,21 @@ Metrics = dict[str, jax.Array]
 
 
 @pytest.fixture(scope="module")
-def model_parts() -> tuple[nnx.GraphDef, nnx.State]:
+def model_parts():
     return nnx.split(tiny_transformer())
 
 
 @pytest.fixture(scope="module")
-def packed_loss(model_parts: tuple) -> Callable:
+def packed_loss(model_parts):
     """Metrics and gradients of packed rows, compiled once for each shape and weighting."""
     graph, parameters = model_parts
 
     @partial(jax.jit, static_argnames=("config",))
-    def run(
-        rows: PackedRows, masked: jax.Array, ratio: jax.Array, config: LossConfig
-    ) -> tuple[nnx.State, Metrics]:
+    def run(rows, masked, ratio, config):
         batch = dual_stream(rows, masked, ratio, block_size=BLOCK, mask_token_id=MASK_TOKEN)
         denominators = wedlm_denominators(batch, config)
 
-        def total(parameters: nnx.State) -> tuple[jax.Array, Metrics]:
+        def total(parameters):
             loss, shares = wedlm_loss(nnx.merge(graph, parameters), batch, denominators, config)
             return loss, {"loss": loss, **shares}
 
@@ -71,17 +65,17 @@ def packed_loss(model_parts: tuple) -> Callable:
 
 
 @pytest.fixture(scope="module")
-def whole_logits(model_parts: tuple) -> Callable[[MaskedSample], np.ndarray]:
+def whole_logits(model_parts):
     """Logits ``[2n, V]`` of one sample's streams under the reference's own 0/1 matrix."""
     graph, parameters = model_parts
 
     @jax.jit
-    def forward(token_ids: jax.Array, positions: jax.Array, matrix: jax.Array) -> jax.Array:
+    def forward(token_ids, positions, matrix):
         model = nnx.merge(graph, parameters)
         hidden = model(token_ids, positions, MatrixMask(matrix=matrix), attention="dense")
         return model.logits(hidden)
 
-    def logits(sample: MaskedSample) -> np.ndarray:
+    def logits(sample):
         streams = dual_streams(sample, BLOCK, MASK_TOKEN)
         # Behind the streams stand rows that nothing sees, so that one shape serves all.
         size, room = len(streams.token_ids), 2 * ROW_LENGTH
@@ -94,7 +88,7 @@ def whole_logits(model_parts: tuple) -> Callable[[MaskedSample], np.ndarray]:
     return logits
 
 
-def random_rows(seed: int, lengths: list[list[int]]) -> list[list[MaskedSample]]:
+def random_rows(seed, lengths):
     random = np.random.default_rng(seed)
     return [
         [random_sample(random, length, prompt=int(random.integers(0, length))) for length in row]
@@ -102,9 +96,9 @@ def random_rows(seed: int, lengths: list[list[int]]) -> list[list[MaskedSample]]
     ]
 
 
-def row_of_lengths(sizes: list[int]) -> list[int]:
+def row_of_lengths(sizes):
     """As many of ``sizes`` as fit one row."""
-    kept: list[int] = []
+    kept = []
     for size in sizes:
         if sum(-(-n // BLOCK) * BLOCK for n in [*kept, size]) <= ROW_LENGTH:
             kept.append(size)
@@ -118,12 +112,8 @@ def row_of_lengths(sizes: list[int]) -> list[int]:
     weighting=st.sampled_from(["inverse_ratio", "uniform"]),
 )
 def test_packed_rows_have_the_losses_of_their_samples_alone(
-    packed_loss: Callable,
-    whole_logits: Callable[[MaskedSample], np.ndarray],
-    seed: int,
-    sizes: list[list[int]],
-    weighting: str,
-) -> None:
+    packed_loss, whole_logits, seed, sizes, weighting
+):
     rows = random_rows(seed, [row_of_lengths(row) for row in sizes])
     samples = [sample for row in rows for sample in row]
     logits = [whole_logits(sample) for sample in samples]
@@ -134,14 +124,14 @@ def test_packed_rows_have_the_losses_of_their_samples_alone(
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
 
 
-def test_packed_gradient_is_that_of_one_sample_a_row(packed_loss: Callable) -> None:
+def test_packed_gradient_is_that_of_one_sample_a_row(packed_loss):
     samples = [sample for row in random_rows(3, [[9, 4, 13]]) for sample in row]
     together, _ = packed_loss(*packed([samples, []], ROW_LENGTH), config=LossConfig(chunk=8))
     apart, _ = packed_loss(*packed([[s] for s in samples], ROW_LENGTH), config=LossConfig(chunk=8))
     assert_same_gradients(together, apart)
 
 
-def assert_same_gradients(ours: nnx.State, theirs: nnx.State) -> None:
+def assert_same_gradients(ours, theirs):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         scale = float(jnp.abs(b).max())
         assert scale > 0
@@ -149,7 +139,7 @@ def assert_same_gradients(ours: nnx.State, theirs: nnx.State) -> None:
 
 
 @pytest.mark.parametrize("ar_weight", [0.0, 0.5, 1.0])
-def test_total_weighs_the_two_losses(packed_loss: Callable, ar_weight: float) -> None:
+def test_total_weighs_the_two_losses(packed_loss, ar_weight):
     config = LossConfig(ar_weight=ar_weight, chunk=8)
     _, metrics = packed_loss(*packed(random_rows(4, [[9], [7]]), ROW_LENGTH), config=config)
     mlm, ar = float(metrics["mlm_loss"]), float(metrics["ar_loss"])
@@ -158,7 +148,7 @@ def test_total_weighs_the_two_losses(packed_loss: Callable, ar_weight: float) ->
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
 
 
-def test_weights_are_inverse_ratios_of_masked_tokens() -> None:
+def test_weights_are_inverse_ratios_of_masked_tokens():
     masked = jnp.array([True, False, True, True])
     ratio = jnp.array([0.5, 0.5, 1.0, 0.125])
     exact = [1 / (0.5 + 1e-8), 0, 1 / (1 + 1e-8), 1 / (0.125 + 1e-8)]
@@ -167,7 +157,7 @@ def test_weights_are_inverse_ratios_of_masked_tokens() -> None:
     np.testing.assert_array_equal(masked_weights(masked, ratio, "uniform"), [1, 0, 1, 1])
 
 
-def test_a_prompt_without_targets_gives_zero_loss_and_gradient(packed_loss: Callable) -> None:
+def test_a_prompt_without_targets_gives_zero_loss_and_gradient(packed_loss):
     random = np.random.default_rng(0)
     prompt_only = random_sample(random, 9, prompt=9)
     gradient, metrics = packed_loss(
@@ -177,7 +167,7 @@ def test_a_prompt_without_targets_gives_zero_loss_and_gradient(packed_loss: Call
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
 
 
-def test_a_row_without_targets_changes_nothing(packed_loss: Callable) -> None:
+def test_a_row_without_targets_changes_nothing(packed_loss):
     random = np.random.default_rng(0)
     sample, prompt_only = random_sample(random, 14, prompt=3), random_sample(random, 9, prompt=9)
     config = LossConfig(chunk=8)
@@ -189,15 +179,13 @@ def test_a_row_without_targets_changes_nothing(packed_loss: Callable) -> None:
     assert_same_gradients(both, alone)
 
 
-def test_ar_loss_is_the_mean_over_next_tokens_of_each_sample(
-    model_parts: tuple, whole_logits: Callable[[MaskedSample], np.ndarray]
-) -> None:
+def test_ar_loss_is_the_mean_over_next_tokens_of_each_sample(model_parts, whole_logits):
     graph, parameters = model_parts
     rows = random_rows(8, [[9, 5], [14]])
     samples = [sample for row in rows for sample in row]
     logits = [whole_logits(sample) for sample in samples]
-    nats: list[float] = []
-    hits: list[bool] = []
+    nats = []
+    hits = []
     for sample, whole in zip(samples, logits, strict=True):
         memory, targets = whole[: len(sample.tokens) - 1], sample.tokens[1:]
         counted = sample.trainable[1:]
@@ -207,7 +195,7 @@ def test_ar_loss_is_the_mean_over_next_tokens_of_each_sample(
     config = LossConfig(chunk=8)
 
     @jax.jit
-    def run(rows: PackedRows) -> tuple[jax.Array, Metrics]:
+    def run(rows):
         return ar_loss(nnx.merge(graph, parameters), rows, ar_denominators(rows), config)
 
     loss, metrics = run(arrays)
@@ -215,9 +203,7 @@ def test_ar_loss_is_the_mean_over_next_tokens_of_each_sample(
     np.testing.assert_allclose(metrics["ar_accuracy"], np.mean(hits), atol=1e-6)
 
 
-def test_masked_accuracy_counts_masked_rows_only(
-    packed_loss: Callable, whole_logits: Callable[[MaskedSample], np.ndarray]
-) -> None:
+def test_masked_accuracy_counts_masked_rows_only(packed_loss, whole_logits):
     random = np.random.default_rng(0)
     sample = random_sample(random, 16)
     # Truth taken from the model itself for half of the masks: accuracy is then known.
@@ -239,7 +225,7 @@ def test_masked_accuracy_counts_masked_rows_only(
     np.testing.assert_allclose(metrics["masked_accuracy"], right.mean(), atol=1e-6)
 
 
-def test_unknown_weighting_is_refused_by_name() -> None:
+def test_unknown_weighting_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'inverse'.*inverse_ratio or uniform"):
         LossConfig(weighting="inverse")
 
@@ -254,15 +240,13 @@ def test_unknown_weighting_is_refused_by_name() -> None:
         (4, 1, 2, 8, 2048),  # one device has all of the memory
     ],
 )
-def test_the_heads_chunks_are_full_on_the_fullest_device(
-    rows: int, batch: int, sequence: int, turns: int, chunk: int
-) -> None:
+def test_the_heads_chunks_are_full_on_the_fullest_device(rows, batch, sequence, turns, chunk):
     over = {"batch": batch, "sequence": sequence}
     assert head_chunks(2048, (rows, 4096), 4096, 32, **over) == (turns, chunk)
 
 
-def test_half_a_prediction_stream_and_none_have_chunks_of_their_own() -> None:
-    def found(prediction: int, most: int = 2048) -> tuple[int, int]:
+def test_half_a_prediction_stream_and_none_have_chunks_of_their_own():
+    def found(prediction, most=2048):
         return head_chunks(most, (64, 4096), prediction, 32, batch=64, sequence=1)
 
     assert found(2048) == (2, 1664)  # 3,072, and up to 251 more masks
@@ -271,13 +255,13 @@ def test_half_a_prediction_stream_and_none_have_chunks_of_their_own() -> None:
     assert found(2048, 8) == (416, 8)
 
 
-def test_no_device_of_a_pod_needs_another_chunk_in_nine_of_ten_micro_batches() -> None:
+def test_no_device_of_a_pod_needs_another_chunk_in_nine_of_ten_micro_batches():
     """32 micro-batches of 128 devices, with a row each, as they are drawn."""
     length, block, devices, batches = 1024, 32, 128, 32
     rows = jnp.ones((devices, length), bool)
 
     @jax.jit
-    def most_targets(key: jax.Array) -> jax.Array:
+    def most_targets(key):
         return sample_masks(key, rows, block)[0].sum(-1).max() + length - 1
 
     found = [int(most_targets(jax.random.key(seed))) for seed in range(batches)]

@@ -1,7 +1,5 @@
 """The `wedlm` command works in any folder, and names what it does not know."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +12,7 @@ from wedlm_jax.__main__ import SUBCOMMANDS, help_text, main
 
 @pytest.mark.parametrize("command", ["generate", "tokenize"])
 @pytest.mark.parametrize("module", [True, False], ids=["python -m", "wedlm"])
-def test_a_folder_with_a_train_py_and_an_infer_of_its_own(
-    tmp_path: Path, command: str, module: bool
-) -> None:
+def test_a_folder_with_a_train_py_and_an_infer_of_its_own(tmp_path, command, module):
     (tmp_path / "infer").mkdir()
     for name in ("infer/__init__.py", "train.py"):
         (tmp_path / name).write_text("raise SystemExit('imported the wrong one')\n")
@@ -29,15 +25,13 @@ def test_a_folder_with_a_train_py_and_an_infer_of_its_own(
     assert done.stdout.startswith(f"usage: wedlm {command}")
 
 
-def test_an_unknown_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_named(capsys):
     assert main(["tokenise"]) == 2
     assert "no command 'tokenise'; did you mean 'tokenize'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", SUBCOMMANDS)
-def test_an_unknown_option_gets_the_nearest_known_one(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_option_gets_the_nearest_known_one(command, capsys):
     parser = subcommand_parser(command)
     known = max(parser._option_string_actions, key=len)
     for action in parser._actions:
@@ -49,7 +43,7 @@ def test_an_unknown_option_gets_the_nearest_known_one(
     assert capsys.readouterr().err.endswith(said)
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert printed == help_text()

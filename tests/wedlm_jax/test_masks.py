@@ -1,7 +1,5 @@
 """Each mask is the 0/1 matrix that a person draws."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
@@ -39,7 +37,7 @@ CAUSAL = """
 """
 
 
-def test_dual_stream_mask_is_the_drawing() -> None:
+def test_dual_stream_mask_is_the_drawing():
     mask = DualStreamMask(jnp.array([DUAL_STREAM_SEGMENTS]), 2)
     drawn = from_drawing(DUAL_STREAM)
     assert drawn.shape == (12, 12)
@@ -47,7 +45,7 @@ def test_dual_stream_mask_is_the_drawing() -> None:
     np.testing.assert_array_equal(dual_stream_matrix(DUAL_STREAM_SEGMENTS, 2), drawn)
 
 
-def test_causal_mask_is_the_drawing() -> None:
+def test_causal_mask_is_the_drawing():
     mask = CausalMask(jnp.array([CAUSAL_SEGMENTS]))
     drawn = from_drawing(CAUSAL)
     assert drawn.shape == (5, 5)
@@ -55,7 +53,7 @@ def test_causal_mask_is_the_drawing() -> None:
     np.testing.assert_array_equal(causal_matrix(CAUSAL_SEGMENTS), drawn)
 
 
-def test_causal_mask_without_segments_is_a_triangle_in_every_row() -> None:
+def test_causal_mask_without_segments_is_a_triangle_in_every_row():
     expected = np.tril(np.ones((4, 4), bool))
     np.testing.assert_array_equal(CausalMask().dense(3, 4), np.stack([expected] * 3))
 
@@ -65,10 +63,8 @@ def test_causal_mask_without_segments_is_a_triangle_in_every_row() -> None:
     block_size=st.sampled_from([1, 2, 3, 4]),
     padding_blocks=st.integers(0, 2),
 )
-def test_dual_stream_mask_is_the_reference_matrix(
-    lengths: list[int], block_size: int, padding_blocks: int
-) -> None:
-    segments: list[int] = []
+def test_dual_stream_mask_is_the_reference_matrix(lengths, block_size, padding_blocks):
+    segments = []
     for number, length in enumerate(lengths, 1):
         segments += [number] * length + [0] * (-length % block_size)
     segments += [0] * (padding_blocks * block_size)

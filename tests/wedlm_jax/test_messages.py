@@ -1,11 +1,7 @@
 """Conversations as callers write them: one meaning, one sentence for what is not taken."""
 
-from __future__ import annotations
-
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,18 +33,18 @@ TEMPLATE = """\
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def codec(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     codec = TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=TEMPLATE))
     assert codec is not None
     return codec
 
 
-def shown(codec: TextCodec, messages: list[dict[str, Any]], **variables: Any) -> str:
+def shown(codec, messages, **variables):
     return codec.decode(codec.encode_chat(messages, variables))
 
 
-def test_what_openai_s_clients_send_reaches_the_template(codec: TextCodec) -> None:
+def test_what_openai_s_clients_send_reaches_the_template(codec):
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"text": "brief."}]},
         USER,
@@ -77,7 +73,7 @@ def test_what_openai_s_clients_send_reaches_the_template(codec: TextCodec) -> No
     assert checked_messages(once) == once
 
 
-def test_calls_in_the_shape_of_templates_are_kept(codec: TextCodec) -> None:
+def test_calls_in_the_shape_of_templates_are_kept(codec):
     flat = {"name": "weather", "arguments": {"city": "Oslo"}}
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": [flat]}]
     assert checked_messages(messages)[1]["tool_calls"] == [flat]
@@ -114,7 +110,7 @@ def test_calls_in_the_shape_of_templates_are_kept(codec: TextCodec) -> None:
         ),
     ],
 )
-def test_what_is_not_taken_is_said_in_a_sentence(message: Any, said: str, kind: type) -> None:
+def test_what_is_not_taken_is_said_in_a_sentence(message, said, kind):
     with pytest.raises(InputError) as error:
         checked_messages([USER, message])
     assert said in str(error.value)
@@ -122,19 +118,19 @@ def test_what_is_not_taken_is_said_in_a_sentence(message: Any, said: str, kind: 
 
 
 @pytest.mark.parametrize("given", [[], "hello", None, {"role": "user"}])
-def test_no_conversation_is_refused(given: Any) -> None:
+def test_no_conversation_is_refused(given):
     with pytest.raises(InputError, match="messages: expected a list of at least one message"):
         checked_messages(given)
 
 
-def test_roles_are_those_that_are_named() -> None:
+def test_roles_are_those_that_are_named():
     with pytest.raises(
         InputError, match=r"messages\[0\].role: expected one of system, .*not .king"
     ):
         checked_messages([{"role": "king", "content": "a"}])
 
 
-def test_variables_of_the_template() -> None:
+def test_variables_of_the_template():
     assert template_variables() == template_variables([], {}) == template_variables("", "") == {}
     both = {"enable_thinking": False, "tools": TOOLS}
     assert template_variables(TOOLS, {"enable_thinking": False}) == both
@@ -149,7 +145,7 @@ def test_variables_of_the_template() -> None:
             template_variables(tools)
 
 
-def test_variables_of_the_codec_are_those_of_conversations_that_set_none(tmp_path: Path) -> None:
+def test_variables_of_the_codec_are_those_of_conversations_that_set_none(tmp_path):
     folder = write_tokenizer(tmp_path, byte_tokenizer(), chat_template=TEMPLATE)
     codec = TextCodec.load(folder, variables={"enable_thinking": False})
     assert codec is not None

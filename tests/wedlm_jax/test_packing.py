@@ -1,7 +1,5 @@
 """Block-aligned packing: every sample in exactly one row, at a block's start."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,18 +11,18 @@ from wedlm_jax.packing import TokenisedSample, pack, row_arrays
 BLOCK, ROW = 4, 24
 
 
-def sample(length: int, prompt: int = 0, first: int = 100) -> TokenisedSample:
+def sample(length, prompt=0, first=100):
     """Tokens that count up from ``first``, so that a test can tell where each came from."""
     tokens = np.arange(first, first + length, dtype=np.int32)
     return TokenisedSample(tokens, np.arange(length) >= prompt)
 
 
-def room(length: int) -> int:
+def room(length):
     """What a sample takes: whole blocks."""
     return -(-length // BLOCK) * BLOCK
 
 
-def packed_lengths(lengths: list[int], **options: int) -> list[list[int]]:
+def packed_lengths(lengths, **options):
     rows = pack([sample(n) for n in lengths], row_length=ROW, block_size=BLOCK, **options)
     return [[len(member.tokens) for member in row] for row in rows]
 

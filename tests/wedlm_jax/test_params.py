@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import pydantic
 import pytest
@@ -68,7 +67,7 @@ from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams, sample_seed
         ("logprobs", True),
     ],
 )
-def test_a_bad_parameter_is_refused_by_name(field: str, value: Any) -> None:
+def test_a_bad_parameter_is_refused_by_name(field, value):
     with pytest.raises(InputError, match=f"^{field}: expected"):
         SamplingParams(**{field: value})
 
@@ -89,44 +88,44 @@ def test_a_bad_parameter_is_refused_by_name(field: str, value: Any) -> None:
         ("n", 2, "n: expected 1 at temperature 0, where all samples are the same, not 2"),
     ],
 )
-def test_a_refusal_says_what_was_expected(field: str, value: Any, sentence: str) -> None:
+def test_a_refusal_says_what_was_expected(field, value, sentence):
     with pytest.raises(InputError) as refusal:
         SamplingParams(**{field: value})
     assert str(refusal.value) == sentence
 
 
-def test_one_stop_text_and_lists_are_taken_too() -> None:
-    loose: dict[str, Any] = {"stop": "ab", "stop_token_ids": [3]}
+def test_one_stop_text_and_lists_are_taken_too():
+    loose = {"stop": "ab", "stop_token_ids": [3]}
     params = SamplingParams(**loose)
     assert (params.stop, params.stop_token_ids) == (("ab",), (3,))
 
 
-def test_options_as_json_has_them_are_taken_too() -> None:
-    loose: dict[str, Any] = {"logit_bias": {"3": 1, 4: -2.5}, "bad_words": ["ab", [3, 4]]}
+def test_options_as_json_has_them_are_taken_too():
+    loose = {"logit_bias": {"3": 1, 4: -2.5}, "bad_words": ["ab", [3, 4]]}
     params = SamplingParams(**loose)
     assert params.logit_bias == {3: 1, 4: -2.5}
     assert params.bad_words == ("ab", (3, 4))
     assert SamplingParams(bad_words="ab").bad_words == ("ab",)  # type: ignore[arg-type]
-    empty: dict[str, Any] = dict.fromkeys(("logit_bias", "bad_words", "stop", "stop_token_ids"))
+    empty = dict.fromkeys(("logit_bias", "bad_words", "stop", "stop_token_ids"))
     assert SamplingParams(**empty) == SamplingParams()
     assert hash(params) == hash(SamplingParams(**loose))
 
 
-def test_several_samples_need_a_temperature() -> None:
+def test_several_samples_need_a_temperature():
     assert SamplingParams(n=2, temperature=0.7).n == 2
 
 
-def test_minus_one_is_every_token() -> None:
+def test_minus_one_is_every_token():
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
 
 @pytest.mark.parametrize("option", [{"presence_penalty": 1.0}, {"bad_words": [[3]]}])
-def test_every_mode_has_every_option(option: dict[str, Any]) -> None:
+def test_every_mode_has_every_option(option):
     for mode in ("paper", "verified", "ar"):
         assert SamplingParams(mode=mode, **option).mode == mode
 
 
-def test_of_every_field_something_is_said() -> None:
+def test_of_every_field_something_is_said():
     assert list(OPTIONS) == [field.name for field in dataclasses.fields(SamplingParams)]
     for name, option in OPTIONS.items():
         assert option.help, name
@@ -138,7 +137,7 @@ def test_of_every_field_something_is_said() -> None:
             SamplingParams(**{name: None})  # type: ignore[arg-type]
 
 
-def test_bounds_themselves_are_taken() -> None:
+def test_bounds_themselves_are_taken():
     for name, option in OPTIONS.items():
         for bound in (option.low, option.high):
             if bound in (None, float("inf")) or (option.above and bound == option.low):
@@ -148,12 +147,12 @@ def test_bounds_themselves_are_taken() -> None:
             SamplingParams(**{name: value, **others})
 
 
-def test_the_package_names_the_class() -> None:
+def test_the_package_names_the_class():
     assert wedlm_jax.SamplingParams is SamplingParams
     assert SamplingParams().mode == DEFAULT_MODE
 
 
-def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own() -> None:
+def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own():
     seeds = [sample_seed(seed, i) for seed in range(20) for i in range(20)]
     assert seeds[::20] == list(range(20))
     assert len(set(seeds)) == 400
@@ -162,7 +161,7 @@ def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own() -> No
     assert [sample_seed(7, i) for i in range(3)] == [7, 369571992, 1009178997]
 
 
-def test_a_misspelt_field_is_named_with_what_was_meant() -> None:
+def test_a_misspelt_field_is_named_with_what_was_meant():
     with pytest.raises(InputError, match=r"'temprature'; did you mean 'temperature'\?"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(InputError, match=r"unknown sampling field 'zzz'; there are"):
@@ -171,8 +170,8 @@ def test_a_misspelt_field_is_named_with_what_was_meant() -> None:
     assert (copied.seed, copied.top_k) == (None, 3)
 
 
-def test_a_schema_is_kept_as_its_text_in_the_order_of_its_keys() -> None:
-    schema: Any = {"type": "object", "properties": {"é": {}, "a": {}}}
+def test_a_schema_is_kept_as_its_text_in_the_order_of_its_keys():
+    schema = {"type": "object", "properties": {"é": {}, "a": {}}}
     params = SamplingParams(json_schema=schema)
     assert json.loads(params.json_schema or "") == schema
     assert list(json.loads(params.json_schema or "")["properties"]) == ["é", "a"]
@@ -193,12 +192,12 @@ class Schema:
     """Says its schema, and is none of pydantic's."""
 
     @staticmethod
-    def model_json_schema() -> dict[str, Any]:
+    def model_json_schema():
         return {"type": "integer"}
 
 
 @pytest.mark.parametrize("given", [City, City(name="Rome", founded=-753)])
-def test_a_pydantic_model_is_a_schema(given: Any) -> None:
+def test_a_pydantic_model_is_a_schema(given):
     params = SamplingParams(json_schema=given)
     assert params.json_schema is not None
     schema = json.loads(params.json_schema)
@@ -207,7 +206,7 @@ def test_a_pydantic_model_is_a_schema(given: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [Schema, Schema()])
-def test_whatever_says_its_schema_is_one(given: Any) -> None:
+def test_whatever_says_its_schema_is_one(given):
     assert SamplingParams(json_schema=given).json_schema == '{"type": "integer"}'
 
 
@@ -229,10 +228,10 @@ def test_whatever_says_its_schema_is_one(given: Any) -> None:
         ({"regex": "a", "bad_words": "b"}, "bad_words: expected none beside regex"),
     ],
 )
-def test_grammars_that_cannot_be_are_named(fields: dict[str, Any], message: str) -> None:
+def test_grammars_that_cannot_be_are_named(fields, message):
     with pytest.raises(InputError, match=f"^{message}"):
         SamplingParams(**fields)
 
 
-def test_a_seed_of_minus_one_is_none() -> None:
+def test_a_seed_of_minus_one_is_none():
     assert SamplingParams(seed=-1) == SamplingParams(seed=None)

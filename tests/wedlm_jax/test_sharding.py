@@ -1,7 +1,5 @@
 """Every array has a place on the mesh, and what does not fit is refused by name."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,7 +21,7 @@ from wedlm_jax.sharding import (
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_has_a_name_for_each_of_its_axes(tied: bool) -> None:
+def test_every_parameter_has_a_name_for_each_of_its_axes(tied):
     model = tiny_transformer(tie_word_embeddings=tied)
     found = set()
     for path, leaf in jax.tree_util.tree_flatten_with_path(nnx.state(model))[0]:
@@ -35,7 +33,7 @@ def test_every_parameter_has_a_name_for_each_of_its_axes(tied: bool) -> None:
     assert ("layers", "heads", "hidden") in found
 
 
-def test_what_is_no_parameter_has_no_axes() -> None:
+def test_what_is_no_parameter_has_no_axes():
     assert parameter_axes("optimizer/1/0/count") is None
     assert parameter_axes("step") is None
     assert parameter_axes("optimizer/1/0/mu/layers/mlp/up_proj/weight/value") == (
@@ -45,13 +43,13 @@ def test_what_is_no_parameter_has_no_axes() -> None:
     )
 
 
-def test_tables_name_only_what_the_other_knows() -> None:
+def test_tables_name_only_what_the_other_knows():
     used = {axis for axes in PARAMETER_AXES.values() for axis in axes}
     assert used <= set(AXIS_RULES)
     assert {axis for axes in AXIS_RULES.values() for axis in axes} == set(MESH_AXES)
 
 
-def test_the_rest_of_the_devices_goes_to_the_axis_given_as_minus_one() -> None:
+def test_the_rest_of_the_devices_goes_to_the_axis_given_as_minus_one():
     mesh = make_mesh({"fsdp": -1, "tensor": 2})
     assert dict(mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
     assert make_mesh({}, jax.devices()[:1]).size == 1
@@ -67,12 +65,12 @@ def test_the_rest_of_the_devices_goes_to_the_axis_given_as_minus_one() -> None:
         ({"pipeline": 8}, "unknown axis 'pipeline'; .* data, fsdp, tensor, sequence"),
     ],
 )
-def test_sizes_that_make_no_mesh_are_refused(sizes: dict[str, int], message: str) -> None:
+def test_sizes_that_make_no_mesh_are_refused(sizes, message):
     with pytest.raises(InputError, match=message):
         make_mesh(sizes)
 
 
-def test_a_tree_is_placed_leaf_by_leaf() -> None:
+def test_a_tree_is_placed_leaf_by_leaf():
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     tree = {"lm_head": jnp.ones((8, 4)), "norm": {"scale": jnp.ones(8)}, "count": jnp.int32(0)}
     layout = tree_shardings(mesh, tree)
@@ -83,7 +81,7 @@ def test_a_tree_is_placed_leaf_by_leaf() -> None:
     assert layout["count"].is_fully_replicated
 
 
-def test_constraining_does_nothing_without_a_mesh_and_places_under_one() -> None:
+def test_constraining_does_nothing_without_a_mesh_and_places_under_one():
     x = jnp.ones((8, 4, 2))
     assert constrain(x, "batch", "length") is x
     mesh = make_mesh({"fsdp": 4, "sequence": 2})

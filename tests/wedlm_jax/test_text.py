@@ -1,11 +1,8 @@
 """Text in and out: loading quietly, whole characters only, stop strings in any tokens."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.interface import Event, Finished, Request, TokenDelta
+from wedlm_jax.engine.interface import Finished, TokenDelta
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -33,7 +30,7 @@ TEMPLATE = (
 TEXTS = ["naïve café", "日本語のテキスト", "🎉👩‍👩‍👧 ok", "plain", "a\n\n  b ", "��", "e\u0301"]
 
 
-def byte_tokenizer(merges: list[tuple[str, str]] | None = None) -> Tokenizer:
+def byte_tokenizer(merges=None):
     """Byte-level BPE whose tokens are the 256 bytes, the merges given, and the specials."""
     merges = merges or []
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in merges]
@@ -45,7 +42,7 @@ def byte_tokenizer(merges: list[tuple[str, str]] | None = None) -> Tokenizer:
     return tokenizer
 
 
-def write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: object) -> Path:
+def write_tokenizer(folder, tokenizer, **settings):
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
@@ -55,7 +52,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, **settings: object) -> P
 
 
 @pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def codec(tmp_path_factory):
     # "ab" and "bc" are single tokens, so that stop strings begin and end inside tokens.
     tokenizer = byte_tokenizer([("a", "b"), ("b", "c"), ("ab", "ab")])
     folder = write_tokenizer(
@@ -66,7 +63,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return loaded
 
 
-def pieces(codec: TextCodec, *texts: str) -> list[int]:
+def pieces(codec, *texts):
     """Token ids of texts that are tokenised one by one."""
     return [token for text in texts for token in codec.encode(text)]
 
@@ -74,13 +71,13 @@ def pieces(codec: TextCodec, *texts: str) -> list[int]:
 # --- loading -----------------------------------------------------------------------------
 
 
-def test_folder_without_tokenizer_has_no_codec(tmp_path: Path) -> None:
+def test_folder_without_tokenizer_has_no_codec(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "wedlm"}')
     assert TextCodec.load(tmp_path) is None
 
 
 @pytest.mark.full
-def test_loading_is_silent_whatever_config_json_says(tmp_path: Path) -> None:
+def test_loading_is_silent_whatever_config_json_says(tmp_path):
     """A model_type unknown to transformers and old RoPE fields are none of its business."""
     write_tokenizer(tmp_path, byte_tokenizer(), model_max_length=4)
     config = {"model_type": "wedlm", "rope_scaling": {"type": "linear", "factor": 2.0}}
@@ -100,9 +97,7 @@ def test_loading_is_silent_whatever_config_json_says(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("16\n", "")
 
 
-def test_loading_leaves_logging_and_environment_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loading_leaves_logging_and_environment_as_they_were(tmp_path, monkeypatch):
     import logging
     import os
 
@@ -116,7 +111,7 @@ def test_loading_leaves_logging_and_environment_as_they_were(
     assert "TRANSFORMERS_NO_ADVISORY_WARNINGS" not in os.environ
 
 
-def test_agrees_with_auto_tokenizer(tmp_path: Path) -> None:
+def test_agrees_with_auto_tokenizer(tmp_path):
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path, byte_tokenizer(), chat_template=TEMPLATE, eos_token="<|im_end|>")
@@ -132,7 +127,7 @@ def test_agrees_with_auto_tokenizer(tmp_path: Path) -> None:
     assert ours.encode_chat(messages) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
-def test_vocabulary_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
+def test_vocabulary_and_merges_without_tokenizer_json(tmp_path):
     """The older pair of files, under the class that tokenizer_config.json names."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: i for i, piece in enumerate([*alphabet, "ab", *SPECIAL])}
@@ -147,7 +142,7 @@ def test_vocabulary_and_merges_without_tokenizer_json(tmp_path: Path) -> None:
     assert codec.decode([vocabulary["ab"], vocabulary["<|im_end|>"]]) == "ab"
 
 
-def test_template_in_a_file_of_its_own(tmp_path: Path) -> None:
+def test_template_in_a_file_of_its_own(tmp_path):
     write_tokenizer(tmp_path, byte_tokenizer())
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     codec = TextCodec.load(tmp_path)
@@ -165,9 +160,7 @@ def test_template_in_a_file_of_its_own(tmp_path: Path) -> None:
         ("tokenizer_config.json", "\x00\x01"),
     ],
 )
-def test_unreadable_files_are_named_in_one_sentence(
-    tmp_path: Path, name: str, content: str | None
-) -> None:
+def test_unreadable_files_are_named_in_one_sentence(tmp_path, name, content):
     folder = write_tokenizer(tmp_path / "模型", byte_tokenizer())
     path = folder / name
     whole = path.read_text(encoding="utf-8")
@@ -181,7 +174,7 @@ def test_unreadable_files_are_named_in_one_sentence(
 # --- messages ----------------------------------------------------------------------------
 
 
-def test_chat_without_template_is_refused(tmp_path: Path) -> None:
+def test_chat_without_template_is_refused(tmp_path):
     codec = TextCodec.load(write_tokenizer(tmp_path, byte_tokenizer()))
     assert codec is not None
     with pytest.raises(InputError, match="no chat template"):
@@ -189,12 +182,12 @@ def test_chat_without_template_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user"}], ["hi"], [{"content": "hi"}]])
-def test_malformed_messages_are_refused(codec: TextCodec, messages: list) -> None:
+def test_malformed_messages_are_refused(codec, messages):
     with pytest.raises(InputError, match=r"messages\[0\]"):
         codec.encode_chat(messages)
 
 
-def test_a_template_that_refuses_is_reported(tmp_path: Path) -> None:
+def test_a_template_that_refuses_is_reported(tmp_path):
     template = "{{ raise_exception('roles must alternate') }}"
     folder = write_tokenizer(tmp_path, byte_tokenizer(), chat_template=template)
     codec = TextCodec.load(folder)
@@ -208,7 +201,7 @@ def test_a_template_that_refuses_is_reported(tmp_path: Path) -> None:
 
 @settings(max_examples=4 * settings.default.max_examples)
 @given(st.text(max_size=12))
-def test_text_grows_by_whole_characters(codec: TextCodec, text: str) -> None:
+def test_text_grows_by_whole_characters(codec, text):
     """Every prefix of the tokens decodes to a prefix of the text, and all of them to it."""
     ids = codec.encode(text)
     assert codec.complete_text(ids) == text
@@ -216,13 +209,13 @@ def test_text_grows_by_whole_characters(codec: TextCodec, text: str) -> None:
         assert text.startswith(codec.complete_text(ids[:length]))
 
 
-def test_incomplete_character_is_held_back(codec: TextCodec) -> None:
+def test_incomplete_character_is_held_back(codec):
     ids = codec.encode("x€")
     assert len(ids) == 4
     assert [codec.complete_text(ids[:n]) for n in range(5)] == ["", "x", "x", "x", "x€"]
 
 
-def test_no_special_token_is_added_to_the_replacement_character(tmp_path: Path) -> None:
+def test_no_special_token_is_added_to_the_replacement_character(tmp_path):
     """A tokenizer that puts a token before every text must not confuse the check."""
     tokenizer = byte_tokenizer()
     first = tokenizer.token_to_id("<|endoftext|>")
@@ -239,7 +232,7 @@ def test_no_special_token_is_added_to_the_replacement_character(tmp_path: Path) 
 # --- stop strings ------------------------------------------------------------------------
 
 
-def test_stop_string_straddles_tokens(codec: TextCodec) -> None:
+def test_stop_string_straddles_tokens(codec):
     ids = pieces(codec, "x", "ab", "bc", "y")
     assert len(ids) == 4
     stop = StopStrings(codec, ["bb"])  # the end of one token and the beginning of the next
@@ -247,20 +240,20 @@ def test_stop_string_straddles_tokens(codec: TextCodec) -> None:
     assert stop.find(ids) == (3, "xa")
 
 
-def test_stop_string_of_several_bytes_a_character(codec: TextCodec) -> None:
+def test_stop_string_of_several_bytes_a_character(codec):
     ids = pieces(codec, "x", "€", "y")
     assert StopStrings(codec, ["€"]).find(ids) == (4, "x")
     assert StopStrings(codec, ["€"]).find(ids[:3]) is None
 
 
-def test_earliest_of_several_stop_strings(codec: TextCodec) -> None:
+def test_earliest_of_several_stop_strings(codec):
     ids = pieces(codec, "xyz")
     assert StopStrings(codec, ["z", "y"]).find(ids) == (2, "x")
     # Both are complete in the same token: the text ends before the first of them.
     assert StopStrings(codec, ["z", "yz"]).find(ids) == (3, "x")
 
 
-def test_answer_does_not_depend_on_when_it_is_asked(codec: TextCodec) -> None:
+def test_answer_does_not_depend_on_when_it_is_asked(codec):
     """ "y" ends the text at its second token, whether or not "xyz" is there by then."""
     ids = pieces(codec, "xyz")
     stop = StopStrings(codec, ["xyz", "y"])
@@ -269,7 +262,7 @@ def test_answer_does_not_depend_on_when_it_is_asked(codec: TextCodec) -> None:
 
 @settings(max_examples=4 * settings.default.max_examples)
 @given(st.text("abc€", max_size=10), st.lists(st.text("abc€", min_size=1, max_size=4), min_size=1))
-def test_find_agrees_with_a_scan(codec: TextCodec, text: str, stop: list[str]) -> None:
+def test_find_agrees_with_a_scan(codec, text, stop):
     ids = codec.encode(text)
     expected = None
     for length in range(1, len(ids) + 1):
@@ -282,9 +275,7 @@ def test_find_agrees_with_a_scan(codec: TextCodec, text: str, stop: list[str]) -
 
 @settings(max_examples=4 * settings.default.max_examples)
 @given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1))
-def test_safe_length_holds_back_every_beginning(
-    codec: TextCodec, text: str, stop: list[str]
-) -> None:
+def test_safe_length_holds_back_every_beginning(codec, text, stop):
     starts = [
         i
         for i in range(len(text))
@@ -305,39 +296,34 @@ class ScriptedEngine:
 
     settings = SimpleNamespace(sequences=1, window=0, lookup=0)
 
-    def __init__(self, token_ids: list[int], step: int, finish_reason: str):
+    def __init__(self, token_ids, step, finish_reason):
         self._ids, self._step, self._reason = token_ids, step, finish_reason
-        self._counts: dict[int, int] = {}
-        self._requests: dict[int, Request] = {}
+        self._counts = {}
+        self._requests = {}
         self.scheduler = self
 
-    def check(self, prompt: object, params: object) -> None: ...
+    def check(self, prompt, params): ...
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self):
         return [self._requests[number] for number in self._counts]
 
     @property
-    def numbers(self) -> list[int]:
+    def numbers(self):
         return list(self._counts)
 
     @property
-    def has_work(self) -> bool:
+    def has_work(self):
         return bool(self._counts)
 
-    def step(
-        self,
-        submitted: Sequence[Request] = (),
-        aborted: Sequence[int] = (),
-        **_: object,
-    ) -> list[Event]:
+    def step(self, submitted=(), aborted=(), **_):
         for request in submitted:
             self._counts[request.number], self._requests[request.number] = 0, request
         for number in aborted:
             self._counts.pop(number, None)
         return [event for number in list(self._counts) for event in self._forward(number)]
 
-    def _forward(self, number: int) -> Iterator[Event]:
+    def _forward(self, number):
         before = self._counts[number]
         count = min(before + self._step, len(self._ids))
         self._counts[number] = count
@@ -361,7 +347,7 @@ class ScriptedEngine:
             yield Finished(self._requests[number], result)
 
 
-def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str) -> LLM:
+def scripted_llm(codec, ids, step, finish_reason):
     llm = LLM.__new__(LLM)
     llm.codec, llm.folder = codec, Path("scripted")
     llm.engine = ScriptedEngine(ids, step, finish_reason)  # type: ignore[assignment]
@@ -381,9 +367,7 @@ def scripted_llm(codec: TextCodec, ids: list[int], step: int, finish_reason: str
         ("stop at once", ("s",), ""),
     ],
 )
-def test_chunks_join_to_the_whole_text(
-    codec: TextCodec, text: str, stop: tuple[str, ...], expected: str, step: int
-) -> None:
+def test_chunks_join_to_the_whole_text(codec, text, stop, expected, step):
     llm = scripted_llm(codec, codec.encode(text), step, "length")
     params = SamplingParams(max_tokens=100, stop=stop)
     chunks = list(llm.stream("p", params))
@@ -396,14 +380,14 @@ def test_chunks_join_to_the_whole_text(
         assert "�" not in chunk.text
 
 
-def test_cut_off_character_at_the_end_is_left_out(codec: TextCodec) -> None:
+def test_cut_off_character_at_the_end_is_left_out(codec):
     llm = scripted_llm(codec, codec.encode("ok€")[:-1], 1, "length")
     params = SamplingParams(max_tokens=100)
     assert llm.generate("p", params)[0].text == "ok"
     assert "".join(chunk.text for chunk in llm.stream("p", params)) == "ok"
 
 
-def test_stop_token_is_in_the_tokens_and_not_in_the_text(codec: TextCodec) -> None:
+def test_stop_token_is_in_the_tokens_and_not_in_the_text(codec):
     ids = codec.encode("done") + codec.encode("<|im_end|>")
     (completion,) = scripted_llm(codec, ids, 2, "stop").generate("p")
     assert completion.text == "done"

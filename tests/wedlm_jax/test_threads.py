@@ -1,19 +1,13 @@
 """One `LLM` used by several threads: each gets the answers that it gets alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
-from wedlm_jax.completion import Completion
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -28,30 +22,30 @@ SECONDS = 240
 
 
 @pytest.fixture(autouse=True)
-def _a_forward_per_burst(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_forward_per_burst(monkeypatch):
     """Short answers would be done in the first burst of a stream."""
     monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    folder: Path = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
+def llm(tmp_path_factory):
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
     llm = LLM(folder, window_size=4, max_batch_size=4, deterministic=True)
     llm.warm_up(PARAMS)
     return llm
 
 
-def cold(completion: Completion) -> Completion:
+def cold(completion):
     return dataclasses.replace(completion, num_cached_tokens=0)
 
 
 @pytest.fixture(scope="module")
-def expected(llm: LLM) -> list[list[Completion]]:
+def expected(llm):
     """Of all prompts, with each of the parameters."""
     return [[cold(one) for one in llm.generate(PROMPTS, params)] for params in PARAMS]
 
 
-def assert_idle(llm: LLM) -> None:
+def assert_idle(llm):
     """Aborts take effect at the next step."""
     deadline = time.monotonic() + SECONDS
     while llm._loop.is_busy:
@@ -60,12 +54,12 @@ def assert_idle(llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def together(tasks: list[Callable[[], Any]]) -> list[Any]:
+def together(tasks):
     """Runs tasks in threads that begin at once; returns what they return, or raise."""
-    results: list[Any] = [None] * len(tasks)
+    results = [None] * len(tasks)
     begin = threading.Barrier(len(tasks))
 
-    def run(number: int) -> None:
+    def run(number):
         begin.wait()
         try:
             results[number] = tasks[number]()
@@ -83,17 +77,15 @@ def together(tasks: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def test_threads_that_generate_stream_and_score_at_once(
-    llm: LLM, expected: list[list[Completion]]
-) -> None:
+def test_threads_that_generate_stream_and_score_at_once(llm, expected):
     ids = [llm.as_ids(prompt) for prompt in PROMPTS]
     whole = [[one.token_ids for one in some] for some in expected]
     scored = llm.score(ids, whole[0])
 
-    def generated(number: int) -> list[list[Completion]]:
+    def generated(number):
         return [[cold(one) for one in llm.generate(PROMPTS, PARAMS[number])] for _ in range(3)]
 
-    def streamed(number: int) -> list[Completion]:
+    def streamed(number):
         found = []
         for prompt in PROMPTS:
             chunks = list(llm.stream(prompt, PARAMS[number]))
@@ -101,7 +93,7 @@ def test_threads_that_generate_stream_and_score_at_once(
             found.append(cold(chunks[-1].completion))
         return found
 
-    def score() -> Any:
+    def score():
         return [llm.score(ids, whole[0]) for _ in range(3)]
 
     numbers = range(len(PARAMS))
@@ -120,9 +112,7 @@ def test_threads_that_generate_stream_and_score_at_once(
     llm.engine.scheduler.check_accounts()
 
 
-def test_a_stream_that_nobody_reads_holds_up_nobody(
-    llm: LLM, expected: list[list[Completion]]
-) -> None:
+def test_a_stream_that_nobody_reads_holds_up_nobody(llm, expected):
     left = llm.stream(PROMPTS[0], PARAMS[0])
     first = next(left)
     (found,) = together([lambda: [cold(one) for one in llm.generate(PROMPTS, PARAMS[1])]])
@@ -137,15 +127,13 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(
 
 
 @pytest.mark.full
-def test_a_stream_may_be_collected_within_a_step(
-    llm: LLM, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_may_be_collected_within_a_step(llm, expected, monkeypatch):
     """A collector runs generators' last lines anywhere: in a thread that has the turn, too."""
     left = [llm.stream(PROMPTS[0], PARAMS[0])]
     next(left[0])
     step = llm.engine.step
 
-    def collecting(*arguments: Any, **options: Any) -> Any:
+    def collecting(*arguments, **options):
         left.clear()
         gc.collect()
         return step(*arguments, **options)
@@ -156,14 +144,12 @@ def test_a_stream_may_be_collected_within_a_step(
     assert_idle(llm)
 
 
-def test_an_engine_that_fails_tells_all_and_begins_anew(
-    llm: LLM, expected: list[list[Completion]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_fails_tells_all_and_begins_anew(llm, expected, monkeypatch):
     other = llm.stream(PROMPTS[1], PARAMS[0])
     next(other)
     step = llm.engine.step
 
-    def failing(*arguments: Any, **options: Any) -> Any:
+    def failing(*arguments, **options):
         step(*arguments, **options)
         raise RuntimeError("lost")
 

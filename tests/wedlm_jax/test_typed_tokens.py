@@ -1,10 +1,5 @@
 """Special tokens that somebody types in a message are text, and nothing else changes."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,14 +17,14 @@ PIECES = ["a", " ", "\n", "<", "|", "im_end", "|>", "é", "1", "<think>", "</thi
 
 
 @pytest.fixture(scope="module")
-def embedded() -> TextCodec:
+def embedded():
     codec = TextCodec.load(EMBEDDED_MODEL)
     assert codec is not None
     return codec
 
 
 @pytest.fixture(scope="module")
-def stripping(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
+def stripping(tmp_path_factory):
     """Byte-level BPE with merges over borders, special tokens that take white space with them, and
     added tokens that are not special, as `<think>` in Qwen3."""
     tokenizer = byte_tokenizer([("<", "|"), ("|", ">"), ("Ġ", "<"), ("Ċ", "Ċ")])
@@ -42,18 +37,18 @@ def stripping(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return codec
 
 
-def user(content: str) -> list[dict[str, Any]]:
+def user(content):
     return [{"role": "user", "content": content}]
 
 
-def special_tokens(codec: TextCodec, ids: list[int]) -> list[str]:
+def special_tokens(codec, ids):
     added = codec.tokenizer.added_tokens_decoder
     return [added[i].content for i in ids if i in added and added[i].special]
 
 
 @pytest.mark.parametrize("name", ["embedded", "stripping"])
-def test_nobody_writes_another_s_turn(name: str, request: pytest.FixtureRequest) -> None:
-    codec: TextCodec = request.getfixturevalue(name)
+def test_nobody_writes_another_s_turn(name, request):
+    codec = request.getfixturevalue(name)
     forged = codec.encode_chat(user(FORGED))
     assert special_tokens(codec, forged) == special_tokens(codec, codec.encode_chat(user("hi")))
     text = codec.tokenizer.decode(forged, skip_special_tokens=False)
@@ -64,7 +59,7 @@ def test_nobody_writes_another_s_turn(name: str, request: pytest.FixtureRequest)
     assert str(plain["input_ids"])[1:-1] in str(forged)
 
 
-def test_who_trusts_them_gets_tokens() -> None:
+def test_who_trusts_them_gets_tokens():
     codec = TextCodec.load(EMBEDDED_MODEL, trust_special_tokens=True)
     assert codec is not None
     text = codec.render_chat(user(FORGED), add_generation_prompt=True)
@@ -75,11 +70,9 @@ def test_who_trusts_them_gets_tokens() -> None:
 
 @pytest.mark.parametrize("name", ["embedded", "stripping"])
 @given(st.lists(st.lists(st.sampled_from(PIECES), max_size=6).map("".join), min_size=1, max_size=3))
-def test_texts_without_special_tokens_are_encoded_as_ever(
-    request: pytest.FixtureRequest, name: str, contents: list[str]
-) -> None:
+def test_texts_without_special_tokens_are_encoded_as_ever(request, name, contents):
     """Both ways: the usual one, and piece by piece, which a typed token elsewhere brings about."""
-    codec: TextCodec = request.getfixturevalue(name)
+    codec = request.getfixturevalue(name)
     messages = [one for content in contents for one in user(content)]
     text = codec.render_chat(messages, add_generation_prompt=True)
     if "<|im_end|>" in "".join(contents):
@@ -89,7 +82,7 @@ def test_texts_without_special_tokens_are_encoded_as_ever(
     assert codec._typed.encode(text) == expected
 
 
-def test_every_text_of_a_conversation_is_marked(embedded: TextCodec) -> None:
+def test_every_text_of_a_conversation_is_marked(embedded):
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": [FORGED]}}}
     turns = [{"role": "assistant", "content": FORGED, "name": FORGED, "tool_calls": [call]}]
     marked = embedded._typed.marked(turns)
@@ -97,7 +90,7 @@ def test_every_text_of_a_conversation_is_marked(embedded: TextCodec) -> None:
     assert str(marked).replace(str(MARK.encode("unicode_escape"))[3:-1], "").count("im_end") == 3
 
 
-def codec_with(folder: Path, content: str) -> TextCodec:
+def codec_with(folder, content):
     """A codec whose template does something to contents."""
     template = CHAT_TEMPLATE.replace("message['content']", content)
     codec = TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=template))
@@ -106,21 +99,19 @@ def codec_with(folder: Path, content: str) -> TextCodec:
 
 
 @pytest.mark.parametrize("content", ["message['content'] | trim", "message['content'] | upper"])
-def test_a_template_that_changes_contents_around_them_is_no_hindrance(
-    tmp_path: Path, content: str
-) -> None:
+def test_a_template_that_changes_contents_around_them_is_no_hindrance(tmp_path, content):
     codec = codec_with(tmp_path, content)
     forged = codec.encode_chat(user(f"  <|im_end|>{FORGED}<|im_end|>  "))
     assert special_tokens(codec, forged) == special_tokens(codec, codec.encode_chat(user("hi")))
 
 
-def test_a_template_that_changes_them_is_refused_where_there_are_some(tmp_path: Path) -> None:
+def test_a_template_that_changes_them_is_refused_where_there_are_some(tmp_path):
     codec = codec_with(tmp_path, "message['content'][:30]")
     codec.encode_chat(user("hi" * 30))
     with pytest.raises(InputError, match="messages: they spell special tokens"):
         codec.encode_chat(user(FORGED))
 
 
-def test_the_mark_itself_is_refused(embedded: TextCodec) -> None:
+def test_the_mark_itself_is_refused(embedded):
     with pytest.raises(InputError, match=r"U\+FDD0"):
         embedded.encode_chat(user(f"a{MARK}b"))

@@ -1,13 +1,11 @@
 """Programs that compile soon."""
 
-from __future__ import annotations
-
 import pytest
 
 import wedlm_jax.engine.settings
 
 
 @pytest.fixture(autouse=True)
-def few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_sizes(monkeypatch):
     """Small chunks of prompts: forwards of fewer sizes, which compile several times faster."""
     monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 16)

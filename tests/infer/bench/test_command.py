@@ -1,14 +1,10 @@
 """`wedlm bench` on a tiny checkpoint: what is compared decodes the same work, and what is counted
 is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,17 +22,17 @@ from wedlm_jax.params import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def questions(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions") / "few.jsonl")
 
 
-def figures(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def figures(path):
+    result = json.loads(path.read_text(encoding="utf-8"))
     assert result.pop("machine")["jax"] == jax.__version__
     return result
 
 
-def test_ar_has_no_modes() -> None:
+def test_ar_has_no_modes():
     assert window_ways([4, 0, "auto"], ["paper", "verified"]) == [
         AR,
         Way("W = 4, paper", 4, mode="paper"),
@@ -47,12 +43,7 @@ def test_ar_has_no_modes() -> None:
 
 
 @pytest.mark.full
-def test_windows_are_compared_and_drawn(
-    checkpoint: Path,
-    questions: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_windows_are_compared_and_drawn(checkpoint, questions, tmp_path, capsys):
     output, plot = tmp_path / "speeds.json", tmp_path / "speeds.svg"
     arguments = f"--model {checkpoint} --questions {questions} --batch-size 2 --passes 2 "
     arguments += "--max-tokens 8 "
@@ -73,13 +64,7 @@ def test_windows_are_compared_and_drawn(
 
 @pytest.mark.parametrize("kind", ["wedlm", "qwen3"])
 @pytest.mark.full
-def test_drafts_are_compared_by_where_they_come_from(
-    kind: str,
-    checkpoint: Path,
-    questions: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_drafts_are_compared_by_where_they_come_from(kind, checkpoint, questions, tmp_path, capsys):
     model, output = tmp_path / kind, tmp_path / "drafts.json"
     shutil.copytree(checkpoint, model)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -102,7 +87,7 @@ def test_drafts_are_compared_by_where_they_come_from(
 
 
 @pytest.mark.full
-def test_the_rival_says_what_we_say(checkpoint: Path) -> None:
+def test_the_rival_says_what_we_say(checkpoint):
     pytest.importorskip("torch")
     subject = load_subject({"model": str(checkpoint), "dtype": "float32"})
     rng = np.random.default_rng(3)
@@ -118,15 +103,13 @@ def test_the_rival_says_what_we_say(checkpoint: Path) -> None:
     assert rival.forwards - before <= sum(len(one.token_ids) for one in ours)
 
 
-def test_a_rival_that_is_not_there(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, questions: Path
-) -> None:
+def test_a_rival_that_is_not_there(checkpoint, monkeypatch, questions):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(InputError, match=r"wedlm-jax\[rival\]"):
         main(f"--model {checkpoint} --questions {questions} --rival transformers".split())
 
 
-def test_a_shape_that_transformers_has_not() -> None:
+def test_a_shape_that_transformers_has_not():
     both = dataclasses.replace(SHAPES["qwen3-0.6b"], attention_bias=True)
     with pytest.raises(InputError, match="other parameters than qk_norm, attention_bias"):
         config_for_transformers(both, "float32")
@@ -147,7 +130,7 @@ def test_a_shape_that_transformers_has_not() -> None:
         ("--rival transformers --quantization int8", "not rounded"),
     ],
 )
-def test_bad_options_are_refused(arguments: str, says: str) -> None:
+def test_bad_options_are_refused(arguments, says):
     with pytest.raises(InputError, match=says):
         main(arguments.split())
 
@@ -163,18 +146,14 @@ def test_bad_options_are_refused(arguments: str, says: str) -> None:
         ("--compare gaps", "invalid choice: 'gaps'"),
     ],
 )
-def test_values_that_cannot_be_are_refused(
-    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_values_that_cannot_be_are_refused(arguments, says, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments.split())
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
 
 
-def test_the_help_says_which_comparison_has_which_option(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_help_says_which_comparison_has_which_option(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = " ".join(capsys.readouterr().out.split())

@@ -1,12 +1,9 @@
 """What `wedlm bench --compare identity` counts as different, and that it finds none on a tiny
 model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +18,7 @@ ONE = Completion("", [0, 1, 2], "length", 2, 8)
 @pytest.mark.parametrize(
     ("token_ids", "place"), [([0, 9, 9], 1), ([0, 1], 2), ([0, 1, 2, 3], 3), ([0, 1, 2], None)]
 )
-def test_the_first_place_that_differs(token_ids: list[int], place: int | None) -> None:
+def test_the_first_place_that_differs(token_ids, place):
     other = dataclasses.replace(ONE, token_ids=token_ids)
     expected = {} if place is None else {1: place}
     assert first_differences([ONE, ONE], [ONE, other]) == expected
@@ -29,9 +26,7 @@ def test_the_first_place_that_differs(token_ids: list[int], place: int | None) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0, 0.8])
-def test_verified_is_autoregressive_on_a_tiny_model(
-    checkpoint: Path, tmp_path: Path, temperature: float, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verified_is_autoregressive_on_a_tiny_model(checkpoint, tmp_path, temperature, capsys):
     output = tmp_path / "figures.json"
     arguments = f"--compare identity --model {checkpoint} --questions {EMBEDDED_QUESTIONS} "
     arguments += f"--prompts 6 --window-size 0 2 --max-tokens 8 --batch-size 4 --output {output} "
@@ -47,9 +42,7 @@ def test_verified_is_autoregressive_on_a_tiny_model(
     assert "W = 2, verified" in capsys.readouterr().out
 
 
-def test_drafts_from_the_text_are_compared_where_there_are_no_masks(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_drafts_from_the_text_are_compared_where_there_are_no_masks(checkpoint, tmp_path):
     model, output = tmp_path / "stock", tmp_path / "figures.json"
     shutil.copytree(checkpoint, model)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))

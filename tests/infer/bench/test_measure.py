@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import jax
 import pytest
@@ -18,16 +17,14 @@ class Length:
     metres: float
 
 
-def test_by_turns_goes_round() -> None:
-    calls: list[str] = []
+def test_by_turns_goes_round():
+    calls = []
     ways = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}  # type: ignore[misc]
     assert by_turns(ways, 2, "") == {"a": [1, 3, 5], "b": [2, 4, 6]}
     assert calls == list("ababab")
 
 
-def test_figures_are_written_as_they_come(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_are_written_as_they_come(tmp_path, capsys):
     output = tmp_path / "figures.json"
     report = Report(str(output))
     report.add("length", [Length(1.5)])
@@ -46,7 +43,7 @@ def test_figures_are_written_as_they_come(
         Report("/no/such/figures.json")
 
 
-def test_a_table_shows_medians_and_leaves_out_what_is_not_there() -> None:
+def test_a_table_shows_medians_and_leaves_out_what_is_not_there():
     rows = [
         {"way": "a", "ms": [3.0, 1.0, 2.0], "×": 1234.5, "n": 1234, "none": None},
         {"way": "b", "ms": [], "×": float("nan")},

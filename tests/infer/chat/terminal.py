@@ -1,7 +1,5 @@
 """A Python program at a pseudo-terminal, and somebody in front of it."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 
 class Terminal:
@@ -21,7 +18,7 @@ class Terminal:
       state: where the program may keep things.
     """
 
-    def __init__(self, arguments: list[str], state: Path):
+    def __init__(self, arguments, state):
         self._own, other = pty.openpty()
         self._process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -34,14 +31,14 @@ class Terminal:
         os.close(other)
         self._seen = ""
 
-    def type(self, text: str) -> None:
+    def type(self, text):
         os.write(self._own, text.encode())
 
-    def press_ctrl_c(self) -> None:
+    def press_ctrl_c(self):
         """Sends what the terminal driver sends, while the program does not read keys itself."""
         self._process.send_signal(signal.SIGINT)
 
-    def wait_for(self, pattern: str, seconds: float = 60) -> str:
+    def wait_for(self, pattern, seconds=60):
         """Reads until the pattern has come; returns what came up to its end.
 
         Raises:
@@ -60,11 +57,11 @@ class Terminal:
             except OSError:
                 raise AssertionError(f"ended before {pattern!r}: {self._seen!r}") from None
 
-    def end(self) -> int:
+    def end(self):
         """Waits until the program ends; returns its status."""
         return self._process.wait(60)
 
-    def close(self) -> None:
+    def close(self):
         """Ends the program, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()

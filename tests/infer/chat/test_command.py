@@ -1,13 +1,10 @@
 """`wedlm chat` through a pipe and at a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -22,14 +19,12 @@ from wedlm_jax.params import SamplingParams
 SHAPE = ["--window-size", "4", "--max-tokens", "24", "--deterministic"]
 
 
-def chat(checkpoint: Path, lines: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def chat(checkpoint, lines, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     return main(["chat", "--model", str(checkpoint), *SHAPE, *arguments])
 
 
-def test_a_pipe_is_answered_line_by_line(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_is_answered_line_by_line(checkpoint, monkeypatch, capsys):
     lines = "the cat\n\n/mode fast\n/reset\none\\\ntwo\n/retry\n/quit\nnever\n"
     assert chat(checkpoint, lines, monkeypatch) == 0
     out, err = capsys.readouterr()
@@ -51,20 +46,18 @@ def test_a_pipe_is_answered_line_by_line(
 class Impatient(io.StringIO):
     """Standard output with somebody in front of it who presses Ctrl-C at the first word."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pressed = False
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         if text.strip() and not self.pressed:
             self.pressed = True
             signal.raise_signal(signal.SIGINT)
         return super().write(text)
 
 
-def test_ctrl_c_stops_an_answer_and_no_other(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_stops_an_answer_and_no_other(checkpoint, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Impatient())
         assert chat(checkpoint, "the cat\nand?\n", monkeypatch, "--ignore-eos") == 0
@@ -77,12 +70,7 @@ def test_ctrl_c_stops_an_answer_and_no_other(
         signal.raise_signal(signal.SIGINT)  # as it was before
 
 
-def test_a_model_without_a_template_says_so(
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_without_a_template_says_so(checkpoint, tmp_path, monkeypatch, capsys):
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text(
@@ -102,14 +90,12 @@ def test_a_model_without_a_template_says_so(
         (["--top-p", "0"], "--top-p: expected"),
     ],
 )
-def test_options_that_cannot_be_are_told(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_cannot_be_are_told(arguments, message, capsys):
     assert main(["chat", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_an_answer_took() -> None:
+def test_what_an_answer_took():
     whole = Completion("a b", [5, 6, 2], "stop", 2, 9, num_cached_tokens=16)
     assert figures(whole, 0.5, stopped=False) == (
         "[3 tokens, 1.50 tokens per forward, 6 tokens/s, 16 cached]"
@@ -120,7 +106,7 @@ def test_what_an_answer_took() -> None:
     assert figures(part, 0.5, stopped=True).endswith("0 cached, stopped]")
 
 
-def test_an_empty_answer_says_why(checkpoint: Path) -> None:
+def test_an_empty_answer_says_why(checkpoint):
     llm = LLM(checkpoint, window_size=0, max_batch_size=1)
     end = llm.engine.config.eos_token_ids[0]
     name = repr(llm.tokenizer.convert_ids_to_tokens(end))
@@ -140,9 +126,7 @@ def test_an_empty_answer_says_why(checkpoint: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_person_at_a_terminal_stops_an_answer_and_goes_on(
-    checkpoint: Path, tmp_path: Path
-) -> None:
+def test_a_person_at_a_terminal_stops_an_answer_and_goes_on(checkpoint, tmp_path):
     # With no limit an answer fills the context, unless it is stopped.
     shape = ["--window-size", "4", "--deterministic", "--ignore-eos", "--mode", "ar"]
     arguments = ["-m", "wedlm_jax", "chat", "--model", str(checkpoint), *shape]

@@ -1,10 +1,7 @@
 """A conversation: what the model is given, what the cache has of it, and what is forgotten."""
 
-from __future__ import annotations
-
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 
@@ -20,34 +17,34 @@ PARAMS = SamplingParams(max_tokens=24)
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoint: Path) -> LLM:
+def llm(checkpoint):
     llm = LLM(checkpoint, window_size=4, max_batch_size=1, deterministic=True)
     llm.warm_up([PARAMS, SamplingParams(mode="ar")])
     return llm
 
 
 @pytest.fixture
-def conversation(llm: LLM) -> Conversation:
+def conversation(llm):
     return Conversation(llm, PARAMS, limited=True)
 
 
-def ask(conversation: Conversation, message: str) -> Completion:
+def ask(conversation, message):
     *_, last = conversation.answer(message)
     return last.completion
 
 
-def asked(*contents: str) -> list[dict[str, str]]:
+def asked(*contents):
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def test_the_first_answer_is_that_of_a_chat(llm: LLM, conversation: Conversation) -> None:
+def test_the_first_answer_is_that_of_a_chat(llm, conversation):
     expected = llm.chat(asked("the cat"), PARAMS)[0]
     answer = ask(conversation, "the cat")
     assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
 
 
-def test_a_turn_computes_its_new_tokens_alone(llm: LLM, conversation: Conversation) -> None:
+def test_a_turn_computes_its_new_tokens_alone(llm, conversation):
     llm.engine.scheduler.forget_prefixes()
     before = list[int]()
     for message in ("the cat sat on the mat", "one two", "three four"):
@@ -60,7 +57,7 @@ def test_a_turn_computes_its_new_tokens_alone(llm: LLM, conversation: Conversati
     assert answer.num_cached_tokens > 0
 
 
-def test_the_model_is_given_what_the_template_says(llm: LLM, conversation: Conversation) -> None:
+def test_the_model_is_given_what_the_template_says(llm, conversation):
     first = ask(conversation, "the cat")
     text = conversation._rendered([*asked("the cat", first.text or ""), *asked("and?")])
     ids = conversation._encoded(text)
@@ -71,9 +68,7 @@ def test_the_model_is_given_what_the_template_says(llm: LLM, conversation: Conve
     assert ids[: len(prompt) + len(kept)] == [*prompt, *kept]
 
 
-def test_a_system_message_stands_in_front_and_may_change(
-    llm: LLM, conversation: Conversation
-) -> None:
+def test_a_system_message_stands_in_front_and_may_change(llm, conversation):
     ask(conversation, "the cat")
     conversation.system = "one two"
     answer = ask(conversation, "and?")
@@ -82,16 +77,14 @@ def test_a_system_message_stands_in_front_and_may_change(
     assert ask(with_system, "and?").token_ids == answer.token_ids
 
 
-def test_reset_begins_anew(llm: LLM, conversation: Conversation) -> None:
+def test_reset_begins_anew(llm, conversation):
     first = ask(conversation, "the cat")
     ask(conversation, "and?")
     conversation.reset()
     assert ask(conversation, "the cat").token_ids == first.token_ids
 
 
-def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
-    llm: LLM, conversation: Conversation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_is_stopped_stays_as_far_as_it_came(llm, conversation, monkeypatch):
     monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
     whole = ask(conversation, "the cat")
     assert len(whole.token_ids) > 2
@@ -110,27 +103,25 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(
     assert ask(conversation, "and?").num_forwards > 0
 
 
-def test_nothing_remains_of_a_message_that_was_stopped_before_its_answer(
-    conversation: Conversation,
-) -> None:
+def test_nothing_remains_of_a_message_that_was_stopped_before_its_answer(conversation):
     assert list(conversation.answer("the cat", stopping=lambda: True)) == []
     assert conversation._messages == []
 
 
-def test_a_message_that_is_no_unicode_is_told_and_forgotten(conversation: Conversation) -> None:
+def test_a_message_that_is_no_unicode_is_told_and_forgotten(conversation):
     """Such as a terminal of another encoding gives."""
     with pytest.raises(InputError, match="half of a surrogate pair"):
         ask(conversation, "the \udcff cat")
     assert conversation._messages == []
 
 
-def test_an_answer_may_fill_the_context_unless_told(llm: LLM) -> None:
+def test_an_answer_may_fill_the_context_unless_told(llm):
     long = Conversation(llm, SamplingParams(ignore_eos=True, max_tokens=1))
     answer = ask(long, "the cat")
     assert len(answer.token_ids) + len(llm.chat_prompt(asked("the cat"))) == CONTEXT
 
 
-def test_a_way_out_of_a_loop_is_told_once(llm: LLM) -> None:
+def test_a_way_out_of_a_loop_is_told_once(llm):
     endless, ended = (Completion("a", [7], reason, 1, 1) for reason in ("length", "stop"))
     greedy = Conversation(llm, SamplingParams())
     assert greedy.advice(ended) is None
@@ -145,7 +136,7 @@ def test_a_way_out_of_a_loop_is_told_once(llm: LLM) -> None:
     assert Conversation(llm, SamplingParams(temperature=0.7)).advice(endless) is None
 
 
-def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm: LLM) -> None:
+def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm):
     told = list[str]()
     params = SamplingParams(ignore_eos=True, max_tokens=8)
     long = Conversation(llm, params, limited=True, system="be brief", tell=told.append)
@@ -169,7 +160,7 @@ def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm: LLM) -> N
     assert 2 <= sum(left) < len(left) / 3, "several leave at once, and then none for a while"
 
 
-def test_a_message_that_does_not_fit_alone_changes_nothing(llm: LLM) -> None:
+def test_a_message_that_does_not_fit_alone_changes_nothing(llm):
     told = list[str]()
     short = Conversation(llm, PARAMS, limited=True, tell=told.append)
     ask(short, "the cat")
@@ -180,7 +171,7 @@ def test_a_message_that_does_not_fit_alone_changes_nothing(llm: LLM) -> None:
     assert ask(short, "and?").num_cached_tokens > 0
 
 
-def test_another_answer_takes_the_place_of_the_last(llm: LLM) -> None:
+def test_another_answer_takes_the_place_of_the_last(llm):
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=2**32 - 1)
     one = Conversation(llm, params, limited=True)
     with pytest.raises(InputError, match="/retry: there is no answer yet"):
@@ -199,7 +190,7 @@ def test_another_answer_takes_the_place_of_the_last(llm: LLM) -> None:
         list(one.retry())
 
 
-def test_a_conversation_is_saved_once(llm: LLM, conversation: Conversation, tmp_path: Path) -> None:
+def test_a_conversation_is_saved_once(llm, conversation, tmp_path):
     conversation.system = "be brief"
     answer = ask(conversation, "thé cat").text or ""
     file = tmp_path / "said.jsonl"
@@ -215,23 +206,19 @@ def test_a_conversation_is_saved_once(llm: LLM, conversation: Conversation, tmp_
 
 
 @pytest.fixture
-def without_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Conversation:
+def without_template(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
     return Conversation(llm, PARAMS, limited=True)
 
 
-def test_without_a_template_messages_are_completed(
-    llm: LLM, without_template: Conversation
-) -> None:
+def test_without_a_template_messages_are_completed(llm, without_template):
     assert not without_template.has_template
     (expected,) = llm.generate("the cat", PARAMS)
     ask(without_template, "one two")
     assert ask(without_template, "the cat").text == expected.text
 
 
-def test_without_a_tokenizer_there_is_no_conversation(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_tokenizer_there_is_no_conversation(llm, monkeypatch):
     monkeypatch.setattr(llm, "codec", None)
     with pytest.raises(InputError, match="no tokenizer"):
         Conversation(llm, PARAMS)
@@ -240,7 +227,7 @@ def test_without_a_tokenizer_there_is_no_conversation(
 # --- orders -------------------------------------------------------------------------------
 
 
-def test_orders_change_what_follows(llm: LLM, conversation: Conversation) -> None:
+def test_orders_change_what_follows(llm, conversation):
     assert follow("/mode", conversation, llm) == "mode verified"
     assert follow("/mode ar", conversation, llm) == "mode ar"
     assert ask(conversation, "the cat").tokens_per_forward == 1
@@ -270,9 +257,7 @@ def test_orders_change_what_follows(llm: LLM, conversation: Conversation) -> Non
         ("wedlm", 0, "/window 8", "/window: expected 0, not 8: this model has no windows"),
     ],
 )
-def test_windows_that_are_no_number(
-    tmp_path: Path, model_type: str, window: int | str | None, line: str, said: str
-) -> None:
+def test_windows_that_are_no_number(tmp_path, model_type, window, line, said):
     path = write_tiny_checkpoint(tmp_path / "tiny", tokenizer=True) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(config | {"model_type": model_type}), encoding="utf-8")
@@ -304,14 +289,12 @@ def test_windows_that_are_no_number(
         ("/", "no command '/'; /help lists them"),
     ],
 )
-def test_orders_that_cannot_be_followed_are_told(
-    llm: LLM, conversation: Conversation, line: str, message: str
-) -> None:
+def test_orders_that_cannot_be_followed_are_told(llm, conversation, line, message):
     assert is_order(line)
     with pytest.raises(InputError, match=f"^{message}"):
         follow(line, conversation, llm)
     assert (conversation.params, conversation.window) == (PARAMS, None)
 
 
-def test_a_space_in_front_makes_it_a_message() -> None:
+def test_a_space_in_front_makes_it_a_message():
     assert not is_order(" /etc/passwd")

@@ -1,12 +1,8 @@
 """Messages from a pipe and from somebody at a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -30,24 +26,24 @@ while True:
 """
 
 
-def test_each_line_of_a_pipe_is_a_message() -> None:
+def test_each_line_of_a_pipe_is_a_message():
     read = line_reader(io.StringIO("one\r\n\ntwo\\\nthree\nlast"))
     assert [read() for _ in range(4)] == ["one", "", "two\nthree", "last"]
     with pytest.raises(EOFError):
         read()
 
 
-def test_a_pipe_may_end_within_a_message() -> None:
+def test_a_pipe_may_end_within_a_message():
     assert line_reader(io.StringIO("one\\\n"))() == "one\n"
 
 
-def test_bytes_that_are_no_text_are_told() -> None:
+def test_bytes_that_are_no_text_are_told():
     read = line_reader(io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="utf-8"))
     with pytest.raises(InputError, match="expected UTF-8 text on standard input"):
         read()
 
 
-def press_ctrl_c_until(terminal: Terminal, answer: str) -> None:
+def press_ctrl_c_until(terminal, answer):
     """Presses again after a while without an answer, as a person would: Python's own line reader
     waits for the next key if the signal comes between its last look for one and that wait."""
     for _ in range(5):
@@ -61,7 +57,7 @@ def press_ctrl_c_until(terminal: Terminal, answer: str) -> None:
 WITHOUT_PROMPT_TOOLKIT = "import sys; sys.modules['prompt_toolkit'] = None" + READS
 
 
-def test_without_prompt_toolkit_lines_are_read_all_the_same(tmp_path: Path) -> None:
+def test_without_prompt_toolkit_lines_are_read_all_the_same(tmp_path):
     with contextlib.closing(Terminal(["-c", WITHOUT_PROMPT_TOOLKIT], tmp_path)) as terminal:
         terminal.wait_for(re.escape(PLAIN))
         terminal.wait_for(re.escape(PLAIN_KEYS))
@@ -79,16 +75,14 @@ def test_without_prompt_toolkit_lines_are_read_all_the_same(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
+def terminal(tmp_path):
     with contextlib.closing(Terminal(["-c", READS], tmp_path)) as terminal:
         terminal.wait_for(re.escape(EDITED_KEYS))
         terminal.wait_for(">")
         yield terminal
 
 
-def test_what_is_pasted_is_one_message_and_lines_are_kept(
-    terminal: Terminal, tmp_path: Path
-) -> None:
+def test_what_is_pasted_is_one_message_and_lines_are_kept(terminal, tmp_path):
     terminal.type("\x1b[200~the cat\nsat\x1b[201~\r")
     terminal.wait_for(r"GOT 'the cat\\nsat'")
     terminal.wait_for(">")
@@ -106,7 +100,7 @@ def test_what_is_pasted_is_one_message_and_lines_are_kept(
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_ctrl_c_gives_a_line_up(terminal: Terminal) -> None:
+def test_ctrl_c_gives_a_line_up(terminal):
     terminal.type("a line\x03")
     terminal.wait_for("GIVEN UP")
     terminal.wait_for(">")
@@ -114,7 +108,7 @@ def test_ctrl_c_gives_a_line_up(terminal: Terminal) -> None:
     terminal.wait_for("GOT 'another'")
 
 
-def test_history_that_cannot_be_kept_is_done_without(tmp_path: Path) -> None:
+def test_history_that_cannot_be_kept_is_done_without(tmp_path):
     (tmp_path / "wedlm-jax").write_text("a file where the folder would be")
     with contextlib.closing(Terminal(["-c", READS], tmp_path)) as terminal:
         terminal.wait_for(">")

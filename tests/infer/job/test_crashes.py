@@ -1,22 +1,17 @@
 """Processes that end without a word, at any moment: no finished record is lost, none repeated."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infer.job.part_file import PartFile, whole_records
-from tests.infer.job.job_examples import Patch, contents, results, run, start, words, write
+from tests.infer.job.job_examples import contents, results, run, start, words, write
 
 ROWS = 200
 NO_DRAFTS = ("--window-size", "0", "--max-tokens", "16", "--shard-size", "20")
@@ -27,13 +22,13 @@ class Killed(BaseException):
     """In the place of SIGKILL."""
 
 
-def die_at(operation: int, monkeypatch: Patch) -> list[str]:
+def die_at(operation, monkeypatch):
     """The process touches no file any more once it comes to this one of its writing operations,
     counted from 0; appending a record is cut in the middle. Returns what it did before."""
-    done: list[str] = []
+    done = []
 
-    def patched(name: str, real: Callable[..., Any], half: Callable[..., Any] | None) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def patched(name, real, half):
+        def call(*arguments, **options):
             if len(done) == operation:
                 if half is not None:
                     half(*arguments)
@@ -45,7 +40,7 @@ def die_at(operation: int, monkeypatch: Patch) -> list[str]:
 
         return call
 
-    def half_a_row(self: PartFile, number: int, text: bytes) -> None:
+    def half_a_row(self, number, text):
         self._file.write(b'{"row": %d, "result": ' % number + text[: len(text) // 2])
         self._file.flush()
 
@@ -61,14 +56,12 @@ def die_at(operation: int, monkeypatch: Patch) -> list[str]:
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", pytest.param("out", marks=pytest.mark.full)])
-def test_death_at_any_operation_is_made_good(
-    model: Path, quick: None, output: str, decoded: list[Any], monkeypatch: Patch
-) -> None:
+def test_death_at_any_operation_is_made_good(model, quick, output, decoded, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk takes long for it
-    opened: list[Any] = []
+    opened = []
     opening = Path.open
 
-    def noting(self: Path, *arguments: Any, **options: Any) -> Any:
+    def noting(self, *arguments, **options):
         file = opening(self, *arguments, **options)
         if self.suffix == ".part":
             opened.append(file)
@@ -77,10 +70,10 @@ def test_death_at_any_operation_is_made_good(
     monkeypatch.setattr(Path, "open", noting)
     write([*words(5), {"promt": "a"}, *words(4)])
 
-    def job() -> int:
+    def job():
         return run(model, "--shard-size", "4", output=output)
 
-    def whole() -> bytes:
+    def whole():
         return Path(output).read_bytes() if output == "out.jsonl" else contents(output)
 
     assert job() == 0
@@ -117,14 +110,14 @@ def test_death_at_any_operation_is_made_good(
 # --- real processes ----------------------------------------------------------------------
 
 
-def kept_records(output: str = "out") -> int:
+def kept_records(output="out"):
     """Rows in finished shards and in parts."""
     finished = sum(
         path.read_bytes().count(b"\n")
         for path in Path(output).glob("rows-*.jsonl")
         if path.with_suffix(".manifest.json").exists()
     )
-    numbers: set[int] = set()
+    numbers = set()
     for path in Path(output).glob("parts/*.part"):
         if not Path(output, path.name.partition(".")[0] + ".manifest.json").exists():
             try:
@@ -136,7 +129,7 @@ def kept_records(output: str = "out") -> int:
     return finished + len(numbers)
 
 
-def wait_for_records(child: BaseProcess, records: int) -> None:
+def wait_for_records(child, records):
     deadline = time.monotonic() + LIMIT_S
     while kept_records() < records:
         assert child.is_alive(), Path("said.txt").read_text()
@@ -144,7 +137,7 @@ def wait_for_records(child: BaseProcess, records: int) -> None:
         time.sleep(0.01)
 
 
-def mixed(count: int) -> list[dict[str, Any]]:
+def mixed(count):
     """Rows that sample, and some that cannot be decoded."""
     return [
         {"id": f"row {i}", **record, "sampling": {"temperature": 1.0}}
@@ -155,7 +148,7 @@ def mixed(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(model: Path) -> None:
+def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(model):
     kills, rows = 10, 500
     write(mixed(rows))
     assert run(model, *NO_DRAFTS, output="unbroken") == 0
@@ -184,9 +177,7 @@ def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(model: Pa
     ("number", "status", "word"),
     [(signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGINT, 130, "interrupted")],
 )
-def test_a_job_that_is_asked_to_end_says_how_to_go_on(
-    model: Path, number: int, status: int, word: str
-) -> None:
+def test_a_job_that_is_asked_to_end_says_how_to_go_on(model, number, status, word):
     write(words(ROWS))
     child = start(model, *NO_DRAFTS)
     wait_for_records(child, 20)

@@ -1,7 +1,5 @@
 """Files, folders and pipes of records, their index, and input and output that are refused."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -18,8 +16,6 @@ import pytest
 from infer.job import input as job_input
 from infer.job.input import Place, RecordIndex, _repeated, build_index, read_from
 from tests.infer.job.job_examples import (
-    Capture,
-    Patch,
     contents,
     interrupt,
     lines,
@@ -42,9 +38,7 @@ from wedlm_jax.records.files import JSONL, RecordFile
         '\ufeff{"prompt": "a"}\r\n\r\n   \n{"prompt": "mat"}\r\n\n',
     ],
 )
-def test_line_ends_blank_lines_and_a_byte_order_mark(
-    model: Path, quick: None, decoded: list[Any], content: str
-) -> None:
+def test_line_ends_blank_lines_and_a_byte_order_mark(model, quick, decoded, content):
     Path("in.jsonl").write_bytes(content.encode("utf-8"))
     assert run(model, "--shard-size", "1") == 0
     assert [record["id"] for record in results()] == [1, 2]
@@ -55,9 +49,7 @@ def test_line_ends_blank_lines_and_a_byte_order_mark(
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 @pytest.mark.parametrize("content", ["", "\n  \n"])
-def test_input_without_a_record_is_refused_before_a_model_is_loaded(
-    work: Path, content: str, output: str, capsys: Capture
-) -> None:
+def test_input_without_a_record_is_refused_before_a_model_is_loaded(work, content, output, capsys):
     Path("in.jsonl").write_text(content)
     assert run(work / "never-loaded", output=output) == 2
     said = "wedlm generate: in.jsonl: has no records\n"
@@ -65,9 +57,7 @@ def test_input_without_a_record_is_refused_before_a_model_is_loaded(
     assert not Path(output).exists()
 
 
-def test_files_and_folders_are_one_row_after_the_other(
-    work: Path, model: Path, quick: None, capsys: Capture
-) -> None:
+def test_files_and_folders_are_one_row_after_the_other(work, model, quick, capsys):
     records = [{"id": f"{i}", "prompt": "a"} for i in range(12)]
     records[7] = {"id": "7"}
     write(records[:2], "first.jsonl")
@@ -98,12 +88,10 @@ def test_files_and_folders_are_one_row_after_the_other(
 
 
 @pytest.mark.parametrize("name", ["-", "fifo"])
-def test_a_pipe_is_kept_until_the_job_ends(
-    model: Path, quick: None, name: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, capsys):
     content = lines([*words(7), {"promt": "a"}])
 
-    def piped() -> int:
+    def piped():
         if name == "-":
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
             return run(model, "--shard-size", "3", input="-", output="out")
@@ -164,15 +152,7 @@ def test_a_pipe_is_kept_until_the_job_ends(
         ("folder/in.jsonl", "folder", "folder/in.jsonl: the input is inside the output folder"),
     ],
 )
-def test_paths_that_cannot_be_used(
-    work: Path,
-    model: Path,
-    quick: None,
-    input_file: str,
-    output_file: str,
-    message: str,
-    capsys: Capture,
-) -> None:
+def test_paths_that_cannot_be_used(work, model, quick, input_file, output_file, message, capsys):
     for name in ("in.jsonl", "a-file", "folder/in.jsonl", "in.jsonl.bz2"):
         write(words(), name)
     Path("folder.jsonl").mkdir()
@@ -185,22 +165,20 @@ def test_paths_that_cannot_be_used(
     assert Path("in.jsonl").read_bytes() == lines(words())
 
 
-def test_a_file_named_twice(capsys: Capture) -> None:
+def test_a_file_named_twice(capsys):
     write(words(2), "folder/in.jsonl")
     inputs = ["--input", "folder", "--input", "folder/in.jsonl"]
     assert main(["generate", *inputs, "--output", "out"]) == 2
     assert "folder/in.jsonl: is named twice as input" in capsys.readouterr().err
 
 
-def test_an_input_that_changes_while_the_job_runs(
-    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_an_input_that_changes_while_the_job_runs(model, quick, monkeypatch, capsys):
     from infer import generate
 
     write(words(8))
     load = generate.load
 
-    def changing(options: dict[str, Any]) -> Any:
+    def changing(options):
         write(words(7))
         return load(options)
 
@@ -210,13 +188,13 @@ def test_an_input_that_changes_while_the_job_runs(
     assert not Path("out.jsonl").exists()
 
 
-def file_of(path: Path, content: bytes) -> RecordFile:
+def file_of(path, content):
     path.write_bytes(content)
     return RecordFile(path, str(path), path.name, JSONL)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
-def test_a_shard_begins_where_its_first_row_does(tmp_path: Path, size: int) -> None:
+def test_a_shard_begins_where_its_first_row_does(tmp_path, size):
     rows = [{"id": i, "prompt": "naïve"} for i in range(11)]
     files = [
         file_of(tmp_path / "a", b"\xef\xbb\xbf" + lines(rows[:4]) + b"\n \n" + lines(rows[4:5])),
@@ -237,10 +215,10 @@ def test_a_shard_begins_where_its_first_row_does(tmp_path: Path, size: int) -> N
             assert raw[place.line - 1].removeprefix(b"\xef\xbb\xbf") == content.rstrip(b"\n")
 
 
-def test_the_digest_tells_inputs_apart_and_not_where_they_are(tmp_path: Path) -> None:
+def test_the_digest_tells_inputs_apart_and_not_where_they_are(tmp_path):
     a, b = lines([{"prompt": "a"}]), lines([{"prompt": "b"}])
 
-    def digest(*contents: bytes, names: str = "xyz") -> str:
+    def digest(*contents, names="xyz"):
         named = zip(names, contents, strict=False)
         return build_index([file_of(tmp_path / n, c) for n, c in named], 5).digest
 
@@ -256,13 +234,13 @@ def test_the_digest_tells_inputs_apart_and_not_where_they_are(tmp_path: Path) ->
     assert digest(a, b) == several[0]
 
 
-def brute_force(digests: list[int]) -> dict[int, int]:
-    first: dict[int, int] = {}
+def brute_force(digests):
+    first = {}
     return {i: first[x] for i, x in enumerate(digests) if first.setdefault(x, i) != i}
 
 
 @pytest.mark.parametrize("kinds", [1, 2, 10, 1000])
-def test_repeated_finds_the_first_of_each(kinds: int) -> None:
+def test_repeated_finds_the_first_of_each(kinds):
     for seed in range(20):
         draw = np.random.default_rng(seed)
         digests = draw.integers(0, kinds, draw.integers(0, 50)).astype(np.uint64)
@@ -275,8 +253,8 @@ def test_repeated_finds_the_first_of_each(kinds: int) -> None:
             assert index.original(i) == found.get(i)
 
 
-def test_which_rows_claim_which_id(tmp_path: Path) -> None:
-    claims: list[tuple[Any, int | None]] = [
+def test_which_rows_claim_which_id(tmp_path):
+    claims = [
         ({"id": "a"}, None),
         ({"id": 4}, None),
         ("no object", None),
@@ -293,12 +271,12 @@ def test_which_rows_claim_which_id(tmp_path: Path) -> None:
     assert [index.original(i) for i in range(len(claims))] == [first for _, first in claims]
 
 
-def test_memory_is_a_few_bytes_a_row(tmp_path: Path) -> None:
+def test_memory_is_a_few_bytes_a_row(tmp_path):
     count = 10_000
     file = file_of(
         tmp_path / "x", lines([{"id": f"record {i}", "prompt": "a" * 100} for i in range(count)])
     )
-    told: list[int] = []
+    told = []
     tracemalloc.start()
     try:
         index = build_index([file], 1000, told.append)
@@ -314,7 +292,7 @@ def test_memory_is_a_few_bytes_a_row(tmp_path: Path) -> None:
 RECORDS = [{"id": f"r{i}", **one} for i, one in enumerate(words(23))]
 
 
-def packed(content: bytes, ending: str) -> bytes:
+def packed(content, ending):
     if ending == "gz":
         return gzip.compress(content)
     pyarrow = pytest.importorskip("pyarrow")
@@ -324,7 +302,7 @@ def packed(content: bytes, ending: str) -> bytes:
     return bytes(sink.getvalue())
 
 
-def write_packed(ending: str) -> str:
+def write_packed(ending):
     name = f"in.jsonl.{ending}"
     # Two members, one after the other, as `cat` joins them.
     halves = [lines(RECORDS[:9]), lines(RECORDS[9:])]
@@ -334,7 +312,7 @@ def write_packed(ending: str) -> str:
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_results_are_those_of_the_file_unpacked(model: Path, quick: None, ending: str) -> None:
+def test_results_are_those_of_the_file_unpacked(model, quick, ending):
     name = write_packed(ending)
     assert run(model, "--shard-size", "2", output="plain") == 0
     interrupt(2, model, "--shard-size", "2", input=name, output="out")
@@ -345,13 +323,11 @@ def test_results_are_those_of_the_file_unpacked(model: Path, quick: None, ending
 
 
 @pytest.mark.parametrize("host", ["0", "1"])
-def test_a_file_is_unpacked_once_for_all_shards_of_a_host(
-    model: Path, quick: None, host: str, monkeypatch: Patch
-) -> None:
+def test_a_file_is_unpacked_once_for_all_shards_of_a_host(model, quick, host, monkeypatch):
     name, opened = write_packed("gz"), list[Any]()
     read = job_input.read_from
 
-    def noting(*arguments: Any) -> Any:
+    def noting(*arguments):
         opened.append(arguments)
         return read(*arguments)
 
@@ -362,9 +338,7 @@ def test_a_file_is_unpacked_once_for_all_shards_of_a_host(
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
 @pytest.mark.parametrize("how", ["cut", "no", "broken"])
-def test_damaged_files_are_named(
-    model: Path, never_decodes: None, ending: str, how: str, capsys: Capture
-) -> None:
+def test_damaged_files_are_named(model, never_decodes, ending, how, capsys):
     name = write_packed(ending)
     whole = Path(name).read_bytes()
     cut, middle = whole[:-9], len(whole) // 4
@@ -378,7 +352,7 @@ def test_damaged_files_are_named(
 
 
 CHAT = [{"role": "user", "content": "hi"}]
-ROWS: list[dict[str, Any]] = [
+ROWS = [
     {"id": "a", "prompt": "the cat"},
     {"id": "b", "prompt_token_ids": [70, 80, 90]},
     {"id": "c", "messages": CHAT},
@@ -393,9 +367,7 @@ ROWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("group", [1, 4, 100])
-def test_parquet_rows_are_those_of_jsonl(
-    model: Path, quick: None, group: int, capsys: Capture
-) -> None:
+def test_parquet_rows_are_those_of_jsonl(model, quick, group, capsys):
     sources = ["web", None] * (len(ROWS) // 2)
     write_parquet(ROWS, "in.parquet", group, source=sources)
     write([{**row, "source": one} for row, one in zip(ROWS, sources, strict=True)])
@@ -407,7 +379,7 @@ def test_parquet_rows_are_those_of_jsonl(
     assert said.count("keys that are not read, and passed on to the output: source\n") == 2
 
 
-def test_structs_within_sampling_have_no_keys_of_other_records(model: Path, quick: None) -> None:
+def test_structs_within_sampling_have_no_keys_of_other_records(model, quick):
     biases = [{"5": 1.0}, {"9": 2.0}, None, {}, {"5": None}]
     write_parquet(
         [{"prompt": "a", "sampling": {"logit_bias": one}} for one in biases], "in.parquet"
@@ -416,7 +388,7 @@ def test_structs_within_sampling_have_no_keys_of_other_records(model: Path, quic
     assert not [record for record in results() if "error" in record]
 
 
-def test_sampling_as_a_text_of_json(model: Path, quick: None) -> None:
+def test_sampling_as_a_text_of_json(model, quick):
     texts = ['{"top_k": 5, "entropy_threshold": null}', '{"top_k": -2}', "no JSON", None]
     write_parquet([{"prompt": "a", "sampling": text} for text in texts], "in.parquet")
     write([{"prompt": "a", "sampling": {"top_k": 5, "entropy_threshold": None}}])
@@ -429,7 +401,7 @@ def test_sampling_as_a_text_of_json(model: Path, quick: None) -> None:
     assert "error" not in last
 
 
-def test_values_that_json_has_not(model: Path, quick: None) -> None:
+def test_values_that_json_has_not(model, quick):
     import datetime
 
     write_parquet([{"id": datetime.date(2020, 1, 1), "prompt": b"\xff\x00"}], "in.parquet")
@@ -441,7 +413,7 @@ def test_values_that_json_has_not(model: Path, quick: None) -> None:
     }
 
 
-def test_a_folder_may_hold_both_kinds(model: Path, quick: None) -> None:
+def test_a_folder_may_hold_both_kinds(model, quick):
     records = [{"id": i, "prompt": "a"} for i in range(9)]
     write_parquet(records[:5], "data/a.parquet", 2)
     write(records[5:7], "data/b.jsonl")
@@ -457,9 +429,7 @@ def test_a_folder_may_hold_both_kinds(model: Path, quick: None) -> None:
         (None, "expected a column prompt, prompt_token_ids or messages; there are id, words"),
     ],
 )
-def test_files_that_cannot_be_read(
-    model: Path, content: bytes | None, message: str, capsys: Capture
-) -> None:
+def test_files_that_cannot_be_read(model, content, message, capsys):
     write_parquet([{"id": 1, "words": "a"}], "in.parquet")
     if content is not None:
         Path("in.parquet").write_bytes(content)
@@ -470,9 +440,7 @@ def test_files_that_cannot_be_read(
 @pytest.mark.parametrize(
     ("name", "what"), [("in.parquet", "Parquet files need"), ("in.jsonl.zst", "zstd files need")]
 )
-def test_without_pyarrow_one_sentence_says_how_to_get_it(
-    name: str, what: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_without_pyarrow_one_sentence_says_how_to_get_it(name, what, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     Path(name).touch()
     assert run(Path("never-loaded"), input=name) == 2

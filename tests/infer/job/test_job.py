@@ -1,12 +1,9 @@
 """Jobs as a whole: records in, results out, in a file or a folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,8 +17,6 @@ from tests.infer.job.job_examples import (
     KEYS,
     SHAPE,
     WORDS,
-    Capture,
-    Patch,
     as_record,
     contents,
     read_json,
@@ -34,14 +29,13 @@ from tests.wedlm_jax.test_messages import TEMPLATE, TOOLS
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.errors import STORAGE_FAILED, InputError
-from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 
-def test_rows_come_back_in_order_with_their_fields(model: Path, llm: LLM, capsys: Capture) -> None:
+def test_rows_come_back_in_order_with_their_fields(model, llm, capsys):
     conversation = [{"role": "user", "content": "hi"}]
     chat = llm.chat_prompt(conversation)
-    rows: list[tuple[str | int, Any, dict[str, Any], dict[str, Any]]] = [
+    rows = [
         (1, "a", {"prompt": "a"}, {}),
         ("ids", [70, 80, 90], {"id": "ids", "prompt_token_ids": [70, 80, 90]}, {}),
         (77, chat, {"id": 77, "messages": conversation}, {}),
@@ -69,7 +63,7 @@ def test_rows_come_back_in_order_with_their_fields(model: Path, llm: LLM, capsys
     assert summary.endswith("s of compiling")
 
 
-def test_a_file_leaves_its_facts_and_no_shards(model: Path) -> None:
+def test_a_file_leaves_its_facts_and_no_shards(model):
     write(words(8))
     assert run(model, "--shard-size", "3") == 0
     assert sorted(os.listdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.shards"]
@@ -90,7 +84,7 @@ def test_a_file_leaves_its_facts_and_no_shards(model: Path) -> None:
     assert stats["last_run"]["tokens"] == stats["tokens"]
 
 
-def test_a_folder_has_shards_with_manifests(model: Path) -> None:
+def test_a_folder_has_shards_with_manifests(model):
     write(words(8))
     assert run(model) == 0
     assert run(model, "--shard-size", "3", output="out") == 0
@@ -112,13 +106,13 @@ def test_a_folder_has_shards_with_manifests(model: Path) -> None:
         assert {"input", "checkpoint", "settings"} <= set(manifest["job"])
 
 
-def test_command_line_and_row_parameters_combine(model: Path, llm: LLM) -> None:
+def test_command_line_and_row_parameters_combine(model, llm):
     own = {"prompt": WORDS[0], "sampling": {"seed": 3, "top_k": 0}}
     write([*words(2), own, *words(1), {"id": "x", "prompt": WORDS[0]}])
     options = "--temperature 1 --top-k 9 --seed 4294967295 --entropy-threshold 3"
     assert run(model, *options.split()) == 0
     base = SamplingParams(max_tokens=24, temperature=1.0, top_k=9, entropy_threshold=3.0)
-    names: list[str | int] = [1, 2, 3, 4, "x"]
+    names = [1, 2, 3, 4, "x"]
     seeds = [record_seed(2**32 - 1, name) for name in names]
     seeds[2] = 3  # a record may have its own
     params = [dataclasses.replace(base, seed=seed) for seed in seeds]
@@ -128,7 +122,7 @@ def test_command_line_and_row_parameters_combine(model: Path, llm: LLM) -> None:
     assert len({record["text"] for record in results()}) == 5, "each is sampled on its own"
 
 
-def test_a_row_draws_the_same_wherever_it_stands(model: Path) -> None:
+def test_a_row_draws_the_same_wherever_it_stands(model):
     records = [{"id": f"row {i}", "prompt": WORDS[i % 3]} for i in range(9)]
     options = ["--temperature", "1", "--entropy-threshold", "3"]
     write(records)
@@ -138,11 +132,9 @@ def test_a_row_draws_the_same_wherever_it_stands(model: Path) -> None:
     assert results("other")[1:] == results()[::-1]
 
 
-def test_logprobs_and_samples_are_those_of_the_library(
-    model: Path, llm: LLM, capsys: Capture
-) -> None:
+def test_logprobs_and_samples_are_those_of_the_library(model, llm, capsys):
     prompts, names = ["a", "mat", WORDS[1], WORDS[2], "a"], [1, 2, "x", 4, 5]
-    changes: list[dict[str, Any]] = [
+    changes = [
         {},
         {"logprobs": None, "seed": 4},
         {"n": 3, "seed": 5},
@@ -176,7 +168,7 @@ def test_logprobs_and_samples_are_those_of_the_library(
     assert summary.startswith(f"out.jsonl: 5 records, {stats['tokens']} tokens in ")
 
 
-def test_a_row_holds_no_number_that_json_has_not() -> None:
+def test_a_row_holds_no_number_that_json_has_not():
     impossible = float("-inf")
     logprobs = [TokenLogprob(-0.5, [(7, -0.5), (8, impossible)]), TokenLogprob(impossible, [])]
     line = encoded(result_record("x", Completion("ab", [7, 9], "length", 2, 8, logprobs), {}))
@@ -186,22 +178,22 @@ def test_a_row_holds_no_number_that_json_has_not() -> None:
     )
 
 
-def test_seeds_tell_ids_apart() -> None:
-    names: list[str | int] = [*range(5000), *map(str, range(5000)), "", "é"]
+def test_seeds_tell_ids_apart():
+    names = [*range(5000), *map(str, range(5000)), "", "é"]
     seeds = [record_seed(0, name) for name in names]
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert len(set(seeds)) >= len(names) - 1, "32 bits: a collision is expected once in 90 runs"
     assert record_seed(1, 0) != record_seed(0, 0) == record_seed(0, 0) != record_seed(0, "0")
 
 
-def test_chat_option_applies_to_texts(model: Path) -> None:
+def test_chat_option_applies_to_texts(model):
     write([{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}] * 2)
     assert run(model, "--chat") == 0
     first, *others = results()
     assert others == [{**first, "id": i} for i in (2, 3, 4)]
 
 
-def test_records_have_windows_of_their_own(model: Path, llm: LLM) -> None:
+def test_records_have_windows_of_their_own(model, llm):
     paper = {"mode": "paper", "max_tokens": 12}
     windows = (None, 0, 1, 4)
     write([{"prompt": WORDS[1], "window_size": one, "sampling": paper} for one in windows])
@@ -218,9 +210,7 @@ def test_records_have_windows_of_their_own(model: Path, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("sampling", [None, {}, {"seed": None}, {"seed": -1}])
-def test_no_seed_and_no_sampling_are_those_of_the_job(
-    model: Path, quick: None, sampling: Any
-) -> None:
+def test_no_seed_and_no_sampling_are_those_of_the_job(model, quick, sampling):
     write([{"id": "x", "prompt": "a"}])
     assert run(model, "--temperature", "1", "--seed", "5", output="plain.jsonl") == 0
     write([{"id": "x", "prompt": "a", "sampling": sampling}])
@@ -228,7 +218,7 @@ def test_no_seed_and_no_sampling_are_those_of_the_job(
     assert results() == results("plain.jsonl")
 
 
-def test_window_of_zero_is_autoregressive(model: Path) -> None:
+def test_window_of_zero_is_autoregressive(model):
     write(words(4))
     assert run(model, "--window-size", "0") == 0
     for record in results():
@@ -236,7 +226,7 @@ def test_window_of_zero_is_autoregressive(model: Path) -> None:
 
 
 @pytest.mark.full
-def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path, llm: LLM) -> None:
+def test_without_tokenizer_token_ids_in_and_no_text_out(work, model, llm):
     bare = write_tiny_checkpoint(work / "bare", tokenizer=False)
     messages = [{"role": "user", "content": "hi"}]
     records = [{"prompt_token_ids": [70, 80, n]} for n in range(4)]
@@ -252,14 +242,12 @@ def test_without_tokenizer_token_ids_in_and_no_text_out(work: Path, model: Path,
         assert "bare has no tokenizer" in record["error"]
 
 
-def test_tools_and_template_variables_of_a_record_reach_the_template(
-    llm: LLM, monkeypatch: Patch
-) -> None:
+def test_tools_and_template_variables_of_a_record_reach_the_template(llm, monkeypatch):
     assert llm.codec is not None
     monkeypatch.setattr(llm.codec.tokenizer, "chat_template", TEMPLATE)
     monkeypatch.setattr(llm.codec, "variables", {"enable_thinking": False})
 
-    def prompt_of(chat: bool = False, **fields: Any) -> str:
+    def prompt_of(chat=False, **fields):
         record = checked_record(fields, GREEDY)
         assert llm.codec is not None
         return llm.codec.decode(prepared_record(llm, record, chat=chat)[0])
@@ -278,9 +266,7 @@ def test_tools_and_template_variables_of_a_record_reach_the_template(
         prompt_of(messages=turn, tools=5)
 
 
-def test_a_finished_file_is_kept_from_another_job(
-    model: Path, quick: None, capsys: Capture
-) -> None:
+def test_a_finished_file_is_kept_from_another_job(model, quick, capsys):
     write(words(4))
     assert run(model) == 0
     whole = Path("out.jsonl").read_bytes()
@@ -295,7 +281,7 @@ def test_a_finished_file_is_kept_from_another_job(
     assert Path("out.jsonl").read_bytes() != whole
 
 
-def test_a_file_that_no_job_has_written_is_kept(model: Path, quick: None, capsys: Capture) -> None:
+def test_a_file_that_no_job_has_written_is_kept(model, quick, capsys):
     write(words(4))
     write([{"prompt": "mine"}], "out.jsonl")
     before = Path("out.jsonl").read_bytes()
@@ -315,9 +301,7 @@ LLM.run = quick_run
 
 
 @pytest.mark.parametrize("output", ["out", "out.jsonl"])
-def test_a_job_goes_on_when_there_is_room_again(
-    work: Path, model: Path, quick: None, output: str, capsys: Capture
-) -> None:
+def test_a_job_goes_on_when_there_is_room_again(work, model, quick, output, capsys):
     write(words(400))
     assert run(model, output="alone") == 0
     with small_disk(work / "disk", 64 * 1024) as disk:
@@ -332,7 +316,7 @@ def test_a_job_goes_on_when_there_is_room_again(
 
 
 @pytest.mark.full
-def test_a_file_that_may_not_grow_is_no_bad_input(model: Path, quick: None) -> None:
+def test_a_file_that_may_not_grow_is_no_bad_input(model, quick):
     write(words(400))
     arguments = ["generate", "--model", str(model), "--input", "in.jsonl", "--output", "out"]
     ended = run_with_small_files([*arguments, *SHAPE], 32 * 1024, setup=QUICK)
@@ -344,9 +328,7 @@ def test_a_file_that_may_not_grow_is_no_bad_input(model: Path, quick: None) -> N
 
 
 @pytest.mark.parametrize("output", ["out", "out.jsonl", "out.parquet"])
-def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(
-    work: Path, model: Path, quick: None, output: str, capsys: Capture
-) -> None:
+def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(work, model, quick, output, capsys):
     write(words(5))
     with small_disk(work / "disk", 2**20) as disk:
         where = str(disk / output)

@@ -1,22 +1,17 @@
 """Finished records survive a process killed at any byte, and only those of the same shard."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infer.job import part_file
 from infer.job.part_file import FORMAT, InUse, PartFile
-from tests.infer.job.job_examples import Patch
 from wedlm_jax.errors import InputError, StorageFailure
 
 FIRST = 10
-ROWS: dict[int, dict[str, Any]] = {
+ROWS = {
     10: {"id": 0, "text": "naïve\u2028\n"},
     11: {"id": "b", "text": ', "result": '},
     12: {"id": 2, "text": None},
@@ -24,19 +19,19 @@ ROWS: dict[int, dict[str, Any]] = {
 ORDER = [12, 10, 11]
 
 
-def start(folder: Path, job: str = "f", name: str = "rows-00001-of-00002") -> PartFile:
+def start(folder, job="f", name="rows-00001-of-00002"):
     return PartFile(folder, name, {"job": job, "shard": 1}, range(FIRST, FIRST + len(ROWS)))
 
 
-def parts(folder: Path) -> list[Path]:
+def parts(folder):
     return sorted(folder.iterdir())
 
 
-def entries(path: Path) -> list[Any]:
+def entries(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_rows_come_out_in_order(tmp_path: Path) -> None:
+def test_rows_come_out_in_order(tmp_path):
     part = start(tmp_path)
     part.add({10: ROWS[10], 12: ROWS[12]})
     assert not part.is_whole
@@ -49,7 +44,7 @@ def test_rows_come_out_in_order(tmp_path: Path) -> None:
     assert not parts(tmp_path)
 
 
-def test_every_line_is_json_that_tells_its_row(tmp_path: Path) -> None:
+def test_every_line_is_json_that_tells_its_row(tmp_path):
     part = start(tmp_path)
     part.add({12: ROWS[12], 10: ROWS[10]})
     header, *lines = entries(part.path)
@@ -58,7 +53,7 @@ def test_every_line_is_json_that_tells_its_row(tmp_path: Path) -> None:
     part.close()
 
 
-def test_cut_off_at_any_byte(tmp_path: Path) -> None:
+def test_cut_off_at_any_byte(tmp_path):
     part = start(tmp_path)
     ends = [part.path.stat().st_size]
     for number in ORDER:
@@ -83,7 +78,7 @@ def test_cut_off_at_any_byte(tmp_path: Path) -> None:
     "garbage",
     [b"\0" * 4096, b'{"row": 70, "result": {}}\n', b'{"row": 10}\n', b"[]\n", b"\xff\n", b'{"ro'],
 )
-def test_garbage_behind_whole_rows_is_dropped(tmp_path: Path, garbage: bytes) -> None:
+def test_garbage_behind_whole_rows_is_dropped(tmp_path, garbage):
     part = start(tmp_path)
     part.add({11: ROWS[11]})
     part.close()
@@ -95,7 +90,7 @@ def test_garbage_behind_whole_rows_is_dropped(tmp_path: Path, garbage: bytes) ->
     assert entries(again.path)[1:] == [{"row": 11, "result": ROWS[11]}]
 
 
-def test_several_that_were_left_are_taken_together(tmp_path: Path) -> None:
+def test_several_that_were_left_are_taken_together(tmp_path):
     for k, numbers in enumerate(([10, 12], [12], [11, 10])):
         (tmp_path / str(k)).mkdir()
         part = start(tmp_path / str(k))
@@ -109,7 +104,7 @@ def test_several_that_were_left_are_taken_together(tmp_path: Path) -> None:
     again.remove()
 
 
-def test_rows_of_another_shard_or_job_are_not_taken(tmp_path: Path) -> None:
+def test_rows_of_another_shard_or_job_are_not_taken(tmp_path):
     other = start(tmp_path, name="rows-00000-of-00002")
     other.add({10: ROWS[10]})
     other.close()
@@ -122,7 +117,7 @@ def test_rows_of_another_shard_or_job_are_not_taken(tmp_path: Path) -> None:
     assert other.path.exists()
 
 
-def test_a_shard_is_of_one_process_at_a_time(tmp_path: Path) -> None:
+def test_a_shard_is_of_one_process_at_a_time(tmp_path):
     part = start(tmp_path)
     part.add({10: ROWS[10]})
     with pytest.raises(InUse):
@@ -134,7 +129,7 @@ def test_a_shard_is_of_one_process_at_a_time(tmp_path: Path) -> None:
     again.close()
 
 
-def test_what_was_added_is_on_the_disk_before_long(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_what_was_added_is_on_the_disk_before_long(tmp_path, monkeypatch):
     now, synced = 100.0, []
     monkeypatch.setattr(time, "monotonic", lambda: now)
     part = start(tmp_path)
@@ -147,7 +142,7 @@ def test_what_was_added_is_on_the_disk_before_long(tmp_path: Path, monkeypatch: 
     part.remove()
 
 
-def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
+def test_a_full_disk_is_told_once(tmp_path):
     part = start(tmp_path)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (part.path.stat().st_size + 10, before[1]))
@@ -159,7 +154,7 @@ def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_as_many_files_may_be_open_as_the_system_allows() -> None:
+def test_as_many_files_may_be_open_as_the_system_allows():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -170,6 +165,6 @@ def test_as_many_files_may_be_open_as_the_system_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_unwritable_place_is_named(tmp_path: Path) -> None:
+def test_unwritable_place_is_named(tmp_path):
     with pytest.raises(InputError, match=r"rows-00001-of-00002\..*\.part: cannot be written"):
         start(tmp_path / "missing")

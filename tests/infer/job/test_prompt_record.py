@@ -1,14 +1,10 @@
 """Records that are read: bad ones, which become error records, and requests to OpenAI's API."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import string
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from openai.types import Completion as TextCompletion
@@ -18,8 +14,6 @@ from infer.job.prompt_record import record_fields, record_id, record_seed
 from tests.examples.tiny_checkpoint import VOCAB_SIZE
 from tests.infer.job.job_examples import (
     KEYS,
-    Capture,
-    Patch,
     lines,
     quick_run,
     results,
@@ -27,9 +21,7 @@ from tests.infer.job.job_examples import (
     words,
     write,
 )
-from wedlm_jax.completion import Completion
 from wedlm_jax.errors import BAD_DATA, InputError
-from wedlm_jax.generation import Prepared
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records import jsonl
@@ -94,7 +86,7 @@ BAD_LINES = [
 ]
 
 
-def own_id(line: str) -> str | int | None:
+def own_id(line):
     """The id that a line has, if any can be read."""
     try:
         return record_id(record_fields(line.encode()), 1)
@@ -103,7 +95,7 @@ def own_id(line: str) -> str | int | None:
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
-def test_a_bad_row_becomes_an_error_row(model: Path, quick: None, line: str, message: str) -> None:
+def test_a_bad_row_becomes_an_error_row(model, quick, line, message):
     Path("in.jsonl").write_text(f'{{"prompt": "a"}}\n\n{line}\n{{"prompt": "mat"}}\n')
     assert run(model) == 0
     before, bad, after = results()
@@ -120,8 +112,8 @@ def test_a_bad_row_becomes_an_error_row(model: Path, quick: None, line: str, mes
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES)
 def test_fail_fast_names_a_bad_row_before_anything_runs(
-    model: Path, never_decodes: None, line: str, message: str, capsys: Capture
-) -> None:
+    model, never_decodes, line, message, capsys
+):
     Path("in.jsonl").write_text(f'{{"prompt": "a"}}\n\n{line}\n', encoding="utf-8")
     assert run(model, "--fail-fast") == 2
     out, err = capsys.readouterr()
@@ -134,7 +126,7 @@ def test_fail_fast_names_a_bad_row_before_anything_runs(
     assert os.listdir() == ["in.jsonl"]
 
 
-def test_fail_fast_lets_good_rows_pass(model: Path, quick: None) -> None:
+def test_fail_fast_lets_good_rows_pass(model, quick):
     write(words(8))
     assert run(model, "--fail-fast") == 0
     assert len(results()) == 8
@@ -152,9 +144,7 @@ def test_fail_fast_lets_good_rows_pass(model: Path, quick: None) -> None:
         (b"\x1f\x8b\x08\x00binary", ["not UTF-8 ("]),
     ],
 )
-def test_files_that_are_no_text(
-    model: Path, quick: None, content: bytes, messages: list[str | None]
-) -> None:
+def test_files_that_are_no_text(model, quick, content, messages):
     Path("in.jsonl").write_bytes(content)
     assert run(model) == (0 if None in messages else BAD_DATA)
     for record, message in zip(results(), messages, strict=True):
@@ -162,7 +152,7 @@ def test_files_that_are_no_text(
         assert ("error" in record) == (message is not None)
 
 
-def test_the_first_row_with_an_id_has_it(model: Path, quick: None) -> None:
+def test_the_first_row_with_an_id_has_it(model, quick):
     write(
         [
             {"id": "1", "prompt": "a"},
@@ -182,9 +172,7 @@ def test_the_first_row_with_an_id_has_it(model: Path, quick: None) -> None:
         assert f"duplicate id: record {original} has it" in rows[number]["error"]
 
 
-def test_a_line_longer_than_any_row_is_read_past(
-    model: Path, quick: None, monkeypatch: Patch
-) -> None:
+def test_a_line_longer_than_any_row_is_read_past(model, quick, monkeypatch):
     monkeypatch.setattr(jsonl, "LARGEST_LINE", 64)
     exact = {"prompt": "x" * (64 - len(lines([{"prompt": ""}])))}
     assert len(lines([exact])) == 64
@@ -196,12 +184,10 @@ def test_a_line_longer_than_any_row_is_read_past(
     assert [record.get("id") for record in rows] == [1, None, 3, 4, None]
 
 
-def test_what_a_tokenizer_cannot_take_ends_no_job(
-    model: Path, quick: None, monkeypatch: Patch
-) -> None:
+def test_what_a_tokenizer_cannot_take_ends_no_job(model, quick, monkeypatch):
     prepare = LLM.prepare_one
 
-    def failing(self: LLM, prompt: Any, params: Any, **options: Any) -> Any:
+    def failing(self, prompt, params, **options):
         if prompt == "mat":
             raise TypeError("no\nsuch luck \ud83d")
         return prepare(self, prompt, params, **options)
@@ -215,7 +201,7 @@ def test_what_a_tokenizer_cannot_take_ends_no_job(
     assert bad["error"] == reason
 
 
-def test_error_rows_are_counted_and_told(model: Path, quick: None, capsys: Capture) -> None:
+def test_error_rows_are_counted_and_told(model, quick, capsys):
     write([{"prompt": 1}, {"prompt": "a"}, {"prompt": 2}])
     assert run(model, output="out") == 0
     summary = capsys.readouterr().err.splitlines()[-1]
@@ -227,7 +213,7 @@ def test_error_rows_are_counted_and_told(model: Path, quick: None, capsys: Captu
 
 
 @pytest.mark.parametrize("output", ["out", os.fsdecode(b"caf\xe9.jsonl")])
-def test_names_of_files_that_are_not_text(model: Path, quick: None, output: str) -> None:
+def test_names_of_files_that_are_not_text(model, quick, output):
     Path("in").mkdir()
     write(words(2), "in/a.jsonl")
     Path(os.fsdecode(b"in/caf\xe9.jsonl")).write_bytes(lines([{"promt": "a"}]))
@@ -237,18 +223,10 @@ def test_names_of_files_that_are_not_text(model: Path, quick: None, output: str)
     assert (bad["file"], bad["line"]) == ("caf\\udce9.jsonl", 1)
 
 
-def test_a_record_that_fails_while_it_decodes_becomes_an_error_record(
-    model: Path, monkeypatch: Patch
-) -> None:
+def test_a_record_that_fails_while_it_decodes_becomes_an_error_record(model, monkeypatch):
     """Such as one whose grammar grows beyond its limits."""
 
-    def failing(
-        llm: LLM,
-        prompts: Iterable[Prepared],
-        *arguments: Any,
-        on_failure: Callable[[int, InputError], None],
-        **options: Any,
-    ) -> Iterator[list[tuple[int, Completion]]]:
+    def failing(llm, prompts, *arguments, on_failure, **options):
         for batch in quick_run(llm, prompts, *arguments, **options):
             for place, _ in batch:
                 if place == 1:
@@ -267,20 +245,18 @@ def test_a_record_that_fails_while_it_decodes_becomes_an_error_record(
 TURNS = [{"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
 
 
-def chat(name: Any, **body: Any) -> dict[str, Any]:
+def chat(name, **body):
     body = {"model": "any", "messages": TURNS} | body
     url = "/v1/chat/completions"
     return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
-def text(name: Any, prompt: Any, **body: Any) -> dict[str, Any]:
+def text(name, prompt, **body):
     body = {"model": "any", "prompt": prompt, **body}
     return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
 
 
-def test_answers_are_those_of_the_model_in_the_form_of_the_api(
-    model: Path, llm: LLM, capsys: Capture
-) -> None:
+def test_answers_are_those_of_the_model_in_the_form_of_the_api(model, llm, capsys):
     write(
         [
             chat("a", max_completion_tokens=5, logprobs=True, top_logprobs=2),
@@ -326,7 +302,7 @@ def test_answers_are_those_of_the_model_in_the_form_of_the_api(
     assert f"6 records, {tokens} tokens" in capsys.readouterr().err
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
+BAD = [
     (chat("x") | {"url": "/v1/embeddings"}, "url: expected /v1/chat/completions or /v1/complet"),
     (chat("x") | {"method": "GET"}, 'method: expected POST, not "GET"'),
     (chat("x") | {"body": None}, "body: expected an object, not null"),
@@ -346,9 +322,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_a_bad_request_has_its_error_in_the_place_of_an_answer(
-    model: Path, quick: None, capsys: Capture
-) -> None:
+def test_a_bad_request_has_its_error_in_the_place_of_an_answer(model, quick, capsys):
     records = [{**record, "custom_id": f"{i}"} for i, (record, _) in enumerate(BAD[:-1])]
     write([*records, BAD[-1][0], text("0", "again")])
     assert run(model) == BAD_DATA
@@ -361,7 +335,7 @@ def test_a_bad_request_has_its_error_in_the_place_of_an_answer(
     assert f"({len(found)} bad," in capsys.readouterr().err
 
 
-def test_a_prompt_may_have_keys_of_these_names_of_its_own(model: Path, quick: None) -> None:
+def test_a_prompt_may_have_keys_of_these_names_of_its_own(model, quick):
     mine = {"custom_id": "mine", "url": "https://example.com", "body": 5, "response": "no"}
     write([{"prompt": "a", **mine}, {"prompt": 5, **mine}])
     assert run(model) == 0
@@ -371,10 +345,8 @@ def test_a_prompt_may_have_keys_of_these_names_of_its_own(model: Path, quick: No
 
 
 @pytest.mark.parametrize("field", [{"seed": -1}, {"window_size": 4}])
-def test_a_seed_of_minus_one_is_none_and_a_window_is_its_own(
-    model: Path, quick: None, field: dict[str, int]
-) -> None:
-    def answer(**given: int) -> str:
+def test_a_seed_of_minus_one_is_none_and_a_window_is_its_own(model, quick, field):
+    def answer(**given):
         write([text("a", "b", temperature=1, **given)])
         assert run(model, "--overwrite", "--seed", "5") == 0
         return str(results()[0]["response"]["body"]["choices"][0]["text"])
@@ -384,7 +356,7 @@ def test_a_seed_of_minus_one_is_none_and_a_window_is_its_own(
     assert answer(**{name: 3}) != answer(**field)
 
 
-def anything(draw: random.Random, depth: int = 0) -> Any:
+def anything(draw, depth=0):
     """A JSON value, of any type and of awkward sizes."""
     size = draw.randint(0, 3)
     match draw.choice(["null", "bool", "number", "text"] + ["list", "object"] * (depth < 3)):
@@ -403,7 +375,7 @@ def anything(draw: random.Random, depth: int = 0) -> Any:
 
 
 GOOD = '{"id": "q", "prompt": "the cat", "sampling": {"top_k": 5, "stop": ["x"]}}'
-WRONG_SAMPLING: list[tuple[str, list[Any]]] = [
+WRONG_SAMPLING = [
     ("temperature", [-1, "0", None, [], True, 1e7]),
     ("top_p", [0, 2, "x", None, {}]),
     ("top_k", [-2, 0.5, None, "5", False]),
@@ -414,7 +386,7 @@ WRONG_SAMPLING: list[tuple[str, list[Any]]] = [
     ("position_penalty", [-1, None, 1e9, "a"]),
     ("seed", [-2, 2**32, 0.5, "1"]),
 ]
-WRONG_MESSAGES: list[Any] = [
+WRONG_MESSAGES = [
     *({"role": "user"}, {"content": "a"}, {"role": 5, "content": "a"}, "a", None, []),
     *({"role": "user", "content": ["a"]}, {"role": "user", "content": None}),
 ]
@@ -427,23 +399,23 @@ ODD_JSON = [
 ]
 
 
-def no_json(draw: random.Random) -> bytes:
+def no_json(draw):
     cut = GOOD[: draw.randrange(1, len(GOOD) - 1)]
     return draw.choice([cut, GOOD + cut, f"{{{cut}", f"'{GOOD}'", cut[1:] or "x"]).encode()
 
 
-def no_text(draw: random.Random) -> bytes:
+def no_text(draw):
     garbage = bytes(draw.randrange(128, 256) for _ in range(draw.randint(1, 40)))
     raw = bytes(b for b in draw.randbytes(40) if b not in b"\n\r\t \x0b\x0c")
     return draw.choice([garbage + b"\xff", GOOD.encode("utf-16-be"), b"\0" + raw])
 
 
-def no_object(draw: random.Random) -> bytes:
+def no_object(draw):
     value = anything(draw)
     return json.dumps([value] if isinstance(value, dict) else value).encode()
 
 
-def wrong_prompt(draw: random.Random) -> bytes:
+def wrong_prompt(draw):
     kind = draw.choice(["prompt", "prompt_token_ids", "messages"])
     value = anything(draw)
     while (kind == "prompt" and isinstance(value, str) and value) or (
@@ -455,9 +427,9 @@ def wrong_prompt(draw: random.Random) -> bytes:
     return json.dumps({"id": draw.random().hex(), kind: value}).encode()
 
 
-def wrong_sampling(draw: random.Random) -> bytes:
+def wrong_sampling(draw):
     name, values = draw.choice(WRONG_SAMPLING)
-    sampling: Any = {name: draw.choice(values)}
+    sampling = {name: draw.choice(values)}
     if draw.random() < 0.3:
         sampling = {"".join(draw.choices(string.ascii_letters + "_é", k=draw.randint(0, 80))): 1}
     elif draw.random() < 0.2:
@@ -465,10 +437,10 @@ def wrong_sampling(draw: random.Random) -> bytes:
     return json.dumps({"prompt": "the cat", "sampling": sampling}).encode()
 
 
-def wrong_keys(draw: random.Random) -> bytes:
+def wrong_keys(draw):
     key = draw.choice(["promt", "Prompt", "", "x" * 10_000, "text", "\0", "日本"])
     deep, mine = json.loads("[" * 200 + "]" * 200), draw.choice(["text", "error", "line"])
-    records: list[Any] = [
+    records = [
         *({key: "a"}, {"prompt": "a", key: deep}, {"prompt": "a", mine: anything(draw)}, {}),
         *({"id": draw.random().hex()}, {"prompt": "a", "messages": []}),
         {"prompt": "a", "prompt_token_ids": [5]},
@@ -476,23 +448,23 @@ def wrong_keys(draw: random.Random) -> bytes:
     return json.dumps(draw.choice(records)).encode()
 
 
-def wrong_id(draw: random.Random) -> bytes:
+def wrong_id(draw):
     value = anything(draw)
     while isinstance(value, str | int) and not isinstance(value, bool):
         value = anything(draw)
     return json.dumps({"id": value, "prompt": "the cat"}).encode()
 
 
-def odd_json(draw: random.Random) -> bytes:
+def odd_json(draw):
     return draw.choice(ODD_JSON)
 
 
-def too_long(draw: random.Random) -> bytes:
+def too_long(draw):
     words = " ".join(draw.choices(["cat", "mat", "日本", "1"], k=draw.randint(900, 4000)))
     return json.dumps({"prompt": words}).encode()
 
 
-def wrong_messages(draw: random.Random) -> bytes:
+def wrong_messages(draw):
     message, good = draw.choice(WRONG_MESSAGES), {"role": "user", "content": "a"}
     return json.dumps({"messages": draw.choice([[message], [good, message], message])}).encode()
 
@@ -504,7 +476,7 @@ KINDS = (
 
 
 @pytest.mark.full
-def test_a_thousand_malformed_lines_are_a_thousand_error_rows(model: Path, quick: None) -> None:
+def test_a_thousand_malformed_lines_are_a_thousand_error_rows(model, quick):
     draw = random.Random(0)
     malformed = [KINDS[i % len(KINDS)](draw) for i in range(1000)]
     assert all(line.strip() and b"\n" not in line for line in malformed)

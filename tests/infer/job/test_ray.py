@@ -1,11 +1,7 @@
 """The job under Ray Data, in a real cluster on this machine; skipped without Ray."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,8 +10,6 @@ from infer.job.input import Place, Shard, Workload, build_index, find_input
 from infer.job.job import find_output
 from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
 from tests.infer.job.job_examples import (
-    Capture,
-    Patch,
     contents,
     interrupt,
     read_json,
@@ -28,12 +22,12 @@ from wedlm_jax.params import SamplingParams
 
 
 @pytest.fixture(autouse=True)
-def _load_once() -> None:
+def _load_once():
     """Not here: what loads the model goes to the actors."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.data")
     ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
@@ -42,9 +36,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
-    cluster: None, work: Path, model: Path, capsys: Capture
-) -> None:
+def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(cluster, work, model, capsys):
     several = {"seed": 1, "temperature": 1.0, "n": 3}
     records = [*words(17), {"id": "bad", "promt": "a"}, {"prompt": "a", "sampling": several}]
     write(records)
@@ -71,7 +63,7 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(
     assert contents("out") == contents("seed 5")
 
 
-def actor(model: Path, output: str = "out.jsonl", seed: int = 0) -> _ShardActor:
+def actor(model, output="out.jsonl", seed=0):
     """As Ray would make it."""
     source = find_input(["in.jsonl"])
     params = SamplingParams(max_tokens=24, seed=seed)
@@ -81,12 +73,12 @@ def actor(model: Path, output: str = "out.jsonl", seed: int = 0) -> _ShardActor:
     return _ShardActor(workload, where, False, None, lambda: generate.load(options))
 
 
-def call(one: _ShardActor, shards: str) -> dict[str, Any]:
+def call(one, shards):
     (result,) = one({"shards": [shards]})
     return {name: value for name, (value,) in result.items()}
 
 
-def test_an_actor_finishes_the_shards_it_is_given(model: Path, quick: None) -> None:
+def test_an_actor_finishes_the_shards_it_is_given(model, quick):
     sampling = {"temperature": 1.0, "n": 3, "logprobs": 2}
     write([*words(8), {"prompt": "a", "sampling": sampling}, {"promt": "a"}])
     one = actor(model, output="out")
@@ -104,9 +96,7 @@ def test_an_actor_finishes_the_shards_it_is_given(model: Path, quick: None) -> N
     assert results("out") == results("alone")
 
 
-def test_an_actor_leaves_a_job_that_has_ended_alone(
-    model: Path, quick: None, decoded: list[Any]
-) -> None:
+def test_an_actor_leaves_a_job_that_has_ended_alone(model, quick, decoded):
     write(words(9))
     assert run(model, "--shard-size", "3") == 0
     before = Path("out.jsonl").read_bytes()
@@ -118,7 +108,7 @@ def test_an_actor_leaves_a_job_that_has_ended_alone(
 
 @pytest.mark.parametrize("count", [0, 1, 5, 17])
 @pytest.mark.parametrize("actors", [1, 2, 8])
-def test_every_shard_is_of_one_task_and_every_actor_has_one(count: int, actors: int) -> None:
+def test_every_shard_is_of_one_task_and_every_actor_has_one(count, actors):
     shards = [Shard(3 * k, 0, 1, Place(0, 0, 1)) for k in range(count)]
     groups = _groups(shards, actors)
     assert groups
@@ -137,18 +127,14 @@ def test_every_shard_is_of_one_task_and_every_actor_has_one(count: int, actors: 
         (["--ray", "--num-hosts", "2"], "--num-hosts does not go with --ray"),
     ],
 )
-def test_refused(
-    model: Path, options: list[str], message: str, capsys: Capture, monkeypatch: Patch
-) -> None:
+def test_refused(model, options, message, capsys, monkeypatch):
     monkeypatch.setattr("infer.job.ray_job.require_ray", lambda: None)
     write(words(1))
     assert run(model, *options) == 2
     assert message in capsys.readouterr().err
 
 
-def test_without_ray_one_sentence_says_how_to_get_it(
-    model: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_without_ray_one_sentence_says_how_to_get_it(model, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     write(words(1))
     assert run(model, "--ray") == 2
@@ -158,9 +144,7 @@ def test_without_ray_one_sentence_says_how_to_get_it(
     )
 
 
-def test_a_working_folder_with_an_infer_of_its_own_is_refused(
-    work: Path, model: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_working_folder_with_an_infer_of_its_own_is_refused(work, model, monkeypatch, capsys):
     """Ray's actors would import it."""
     monkeypatch.setattr("infer.job.ray_job.require_ray", lambda: None)
     write(words(1))

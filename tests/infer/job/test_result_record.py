@@ -1,14 +1,11 @@
 """Output records: own keys, which are passed on; JSON; Parquet; sums."""
 
-from __future__ import annotations
-
 import datetime
 import decimal
 import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,8 +15,6 @@ from infer.job import result_record
 from infer.job.result_record import OUTPUT_KEYS
 from tests.infer.job.job_examples import (
     KEYS,
-    Capture,
-    Patch,
     interrupt,
     read_json,
     results,
@@ -34,7 +29,7 @@ from wedlm_jax.records.parquet import without_nulls
 OWN = {"topic": {"name": "naïve", "tags": [1, None, {}]}, "source": None, "score": 0.5, "": [[]]}
 
 
-def test_results_and_errors_have_them(model: Path, quick: None, capsys: Capture) -> None:
+def test_results_and_errors_have_them(model, quick, capsys):
     many = {"prompt": "d", "sampling": {"n": 2, "temperature": 1}, "x": 2}
     own = [{"prompt": "a", **OWN}, {"prompt": 5, **OWN}, {"prompt": "b"}, {"prompt": "c", "x": 1}]
     write([*own, many])
@@ -52,7 +47,7 @@ def test_results_and_errors_have_them(model: Path, quick: None, capsys: Capture)
     assert "did you mean" not in said
 
 
-def test_the_prompts_tokens_on_request(model: Path, quick: None) -> None:
+def test_the_prompts_tokens_on_request(model, quick):
     write([{"prompt": "a b", "x": 1}, {"prompt_token_ids": [5, 6]}])
     assert run(model, "--prompt-token-ids") == 0
     first, second = results()
@@ -61,8 +56,8 @@ def test_the_prompts_tokens_on_request(model: Path, quick: None) -> None:
     assert second["prompt_token_ids"] == [5, 6]
 
 
-def test_values_of_tables_become_those_of_json(model: Path, quick: None) -> None:
-    row: dict[str, Any] = {
+def test_values_of_tables_become_those_of_json(model, quick):
+    row = {
         "prompt": "a",
         "day": datetime.date(2020, 1, 2),
         "at": datetime.datetime(2020, 1, 2, 3, 4, 5),
@@ -101,7 +96,7 @@ def test_values_of_tables_become_those_of_json(model: Path, quick: None) -> None
     ]
 
 
-def test_a_number_that_is_too_large_for_json_is_null(model: Path, quick: None) -> None:
+def test_a_number_that_is_too_large_for_json_is_null(model, quick):
     Path("in.jsonl").write_text('{"prompt": "a", "x": [1e999, 1e9]}\n')
     assert run(model) == 0
     assert results()[0]["x"] == [None, 1e9]
@@ -115,9 +110,7 @@ def test_a_number_that_is_too_large_for_json_is_null(model: Path, quick: None) -
         ("max_token", "'max_token' is not read; did you mean 'max_tokens' within \"sampling\"?"),
     ],
 )
-def test_what_looks_misspelt_is_said_once(
-    model: Path, quick: None, capsys: Capture, key: str, hint: str
-) -> None:
+def test_what_looks_misspelt_is_said_once(model, quick, capsys, key, hint):
     write([{"prompt": "a"}, *({"prompt": "a", "topic": 2, key: i} for i in range(5))])
     assert run(model) == 0
     assert [record.get(key) for record in results()] == [None, *range(5)]
@@ -127,9 +120,7 @@ def test_what_looks_misspelt_is_said_once(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_keys_of_the_output_are_refused_at_the_first_record(
-    model: Path, never_decodes: None, capsys: Capture, kind: str
-) -> None:
+def test_keys_of_the_output_are_refused_at_the_first_record(model, never_decodes, capsys, kind):
     records = [{"prompt": "a", "text": "b"}]
     write(records) if kind == "jsonl" else write_parquet(records, "in.parquet")
     assert run(model, input=f"in.{kind}") == 2
@@ -138,14 +129,14 @@ def test_keys_of_the_output_are_refused_at_the_first_record(
     assert os.listdir() == [f"in.{kind}"]
 
 
-def test_the_nearest_name_is_the_one_whose_words_are_there() -> None:
+def test_the_nearest_name_is_the_one_whose_words_are_there():
     names = ["min_tokens", "max_tokens", "prompt", "prompt_token_ids"]
     assert did_you_mean("max_completion_tokens", names) == "did you mean 'max_tokens'?"
     assert did_you_mean("prompt_tokn_ids", names) == "did you mean 'prompt_token_ids'?"
     assert did_you_mean("xyz", names).startswith("there are min_tokens, ")
 
 
-TABLE: list[dict[str, Any]] = [
+TABLE = [
     {"prompt": "the cat", "note": "naïve 日本\u2028\n", "score": 3, "tags": ["a", "é"]},
     {"prompt": "mat", "score": 2.5, "deep": {"a": [{"b": 1}, {"c": None}], "none": {}}, "tags": []},
     {"promt": "bad", "note": None, "score": -(2**40), "deep": {"d": True}, "empty": {}},
@@ -154,7 +145,7 @@ TABLE: list[dict[str, Any]] = [
 MANY = {"sampling": {"temperature": 1.0, "n": 2, "logprobs": 2}, "prompt": "on"}
 
 
-def as_jsonl(row: dict[str, Any]) -> dict[str, Any]:
+def as_jsonl(row):
     """What a .jsonl file has of a row, but for nulls and objects without keys."""
     for sample in (row, *(row["samples"] or ())):
         for token in sample["logprobs"] or ():
@@ -162,9 +153,7 @@ def as_jsonl(row: dict[str, Any]) -> dict[str, Any]:
     return without_nulls(row)
 
 
-def test_a_file_has_what_jsonl_has_in_typed_columns(
-    work: Path, model: Path, quick: None, monkeypatch: Patch
-) -> None:
+def test_a_file_has_what_jsonl_has_in_typed_columns(work, model, quick, monkeypatch):
     monkeypatch.setattr(result_record, "GROUP_ROWS", 3)
     write([*TABLE, MANY, *words(3)])
     assert run(model) == 0
@@ -193,8 +182,8 @@ def test_a_file_has_what_jsonl_has_in_typed_columns(
 
 
 def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
-    model: Path, quick: None, decoded: list[Any], monkeypatch: Patch, capsys: Capture
-) -> None:
+    model, quick, decoded, monkeypatch, capsys
+):
     write(words(20))
     assert run(model, "--shard-size", "6", output="whole.parquet") == 0
     interrupt(5, model, "--shard-size", "6", output="out.parquet")
@@ -213,7 +202,7 @@ def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
     assert said == "out.parquet is already complete, with 20 records\n"
 
 
-def test_a_job_of_bad_records_alone_gives_their_errors(model: Path, quick: None) -> None:
+def test_a_job_of_bad_records_alone_gives_their_errors(model, quick):
     write([{"x": 1}, {"id": True, "prompt": "a"}])
     Path("in.jsonl").write_bytes(Path("in.jsonl").read_bytes() + b"no json\n")
     assert run(model, output="out.parquet") == BAD_DATA
@@ -224,7 +213,7 @@ def test_a_job_of_bad_records_alone_gives_their_errors(model: Path, quick: None)
     assert all(row["error"] for row in rows)
 
 
-MIXED: list[tuple[list[Any], str]] = [
+MIXED = [
     ([{"x": 1}, {"x": "one"}], "in.jsonl line 2: 'x' is a text here and an integer before, and a "),
     ([{"x": None}, {"x": {"y": [1]}}, {"x": {"y": [True]}}], "line 3: 'x' is true or false here"),
     ([{"x": [1, "a"]}], "line 1: 'x' is a text here and an integer before"),
@@ -235,9 +224,7 @@ MIXED: list[tuple[list[Any], str]] = [
 
 
 @pytest.mark.parametrize(("records", "message"), MIXED)
-def test_what_has_no_column_is_refused_before_a_model_is_loaded(
-    work: Path, records: list[Any], message: str, capsys: Capture
-) -> None:
+def test_what_has_no_column_is_refused_before_a_model_is_loaded(work, records, message, capsys):
     write([{"prompt": "a", **record} for record in records])
     assert run(work / "never-loaded", output="out.parquet") == 2
     said = capsys.readouterr().err.splitlines()[-1]
@@ -245,7 +232,7 @@ def test_what_has_no_column_is_refused_before_a_model_is_loaded(
     assert sorted(path.name for path in work.iterdir()) == ["in.jsonl"]
 
 
-def test_two_parquet_files_with_another_type_each_are_refused(work: Path, capsys: Capture) -> None:
+def test_two_parquet_files_with_another_type_each_are_refused(work, capsys):
     for name, value in (("a", 1), ("b", "x")):
         Path("in").mkdir(exist_ok=True)
         pq.write_table(
@@ -255,13 +242,13 @@ def test_two_parquet_files_with_another_type_each_are_refused(work: Path, capsys
     assert "in/b.parquet: 'x' is a text here and an integer before" in capsys.readouterr().err
 
 
-def test_what_is_answered_in_openais_form_is_refused(work: Path, capsys: Capture) -> None:
+def test_what_is_answered_in_openais_form_is_refused(work, capsys):
     write([{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a"}}])
     assert run(work / "never-loaded", output="out.parquet") == 2
     assert "batch files are answered in that form, which has no columns" in capsys.readouterr().err
 
 
-def test_without_pyarrow_nothing_is_begun(work: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_without_pyarrow_nothing_is_begun(work, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     write(words(1))
     assert run(work / "never-loaded", output="out.parquet") == 2

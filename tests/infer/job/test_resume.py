@@ -1,20 +1,15 @@
 """Jobs that are stopped and given again, in this process: nothing is lost, nothing done twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from infer.job.part_file import FORMAT, PartFile
 from tests.infer.job.job_examples import (
-    Capture,
-    Patch,
     contents,
     interrupt,
     read_json,
@@ -29,18 +24,12 @@ from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 
 
-def kept(records: int, total: int = 16) -> str:
+def kept(records, total=16):
     return f"{records} of {total} records are kept in out.jsonl.shards"
 
 
 @pytest.mark.parametrize("shard_size", ["3", "1000"])
-def test_interrupted_job_goes_on(
-    model: Path,
-    quick: None,
-    decoded: list[Any],
-    shard_size: str,
-    capsys: Capture,
-) -> None:
+def test_interrupted_job_goes_on(model, quick, decoded, shard_size, capsys):
     write(words(16))
     shape = ("--shard-size", shard_size)
     assert run(model, *shape) == 0
@@ -73,7 +62,7 @@ def test_interrupted_job_goes_on(
 
 
 @pytest.mark.full
-def test_replicas_change_no_row(model: Path) -> None:
+def test_replicas_change_no_row(model):
     records = words(8)
     records[2] = {"prompt": "12 + 30 = " * 20}
     write(records)
@@ -82,9 +71,7 @@ def test_replicas_change_no_row(model: Path) -> None:
     assert Path("replicas.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
 
 
-def test_rows_of_another_version_are_refused_until_they_may_go(
-    model: Path, quick: None, capsys: Capture
-) -> None:
+def test_rows_of_another_version_are_refused_until_they_may_go(model, quick, capsys):
     write(words(8))
     interrupt(1, model)
     path = Path("out.jsonl.shards/job.json")
@@ -100,9 +87,7 @@ def test_rows_of_another_version_are_refused_until_they_may_go(
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
-def test_a_finished_job_is_not_done_again(
-    model: Path, quick: None, decoded: list[Any], output: str, capsys: Capture
-) -> None:
+def test_a_finished_job_is_not_done_again(model, quick, decoded, output, capsys):
     write(words(8))
     assert run(model, "--shard-size", "3", output=output) == 0
     before = {path: path.read_bytes() for path in Path().rglob("rows-*")}
@@ -125,9 +110,7 @@ def test_a_finished_job_is_not_done_again(
         assert results(output) == whole
 
 
-def test_a_shard_that_was_removed_is_made_anew(
-    model: Path, quick: None, decoded: list[Any]
-) -> None:
+def test_a_shard_that_was_removed_is_made_anew(model, quick, decoded):
     write(words(8))
     assert run(model, "--shard-size", "3", output="out") == 0
     whole = contents("out")
@@ -139,9 +122,7 @@ def test_a_shard_that_was_removed_is_made_anew(
     assert contents("out") == whole
 
 
-def test_a_damaged_shard_is_not_put_into_the_output(
-    model: Path, quick: None, capsys: Capture
-) -> None:
+def test_a_damaged_shard_is_not_put_into_the_output(model, quick, capsys):
     write(words(16))
     interrupt(4, model, "--shard-size", "3")
     path = sorted(Path("out.jsonl.shards").glob("rows-*.jsonl"))[0]
@@ -158,9 +139,7 @@ def test_a_damaged_shard_is_not_put_into_the_output(
     assert [record["id"] for record in results()] == list(range(1, 17))
 
 
-def test_results_of_every_form_are_the_same_after_an_interruption(
-    model: Path, quick: None, decoded: list[Any]
-) -> None:
+def test_results_of_every_form_are_the_same_after_an_interruption(model, quick, decoded):
     several = [
         {**record, "sampling": {"n": 1 + i % 3}, "own": i} for i, record in enumerate(words(16))
     ]
@@ -180,7 +159,7 @@ def test_results_of_every_form_are_the_same_after_an_interruption(
     assert ours == theirs
 
 
-CHANGES: list[Any] = [
+CHANGES = [
     (["--max-tokens", "23"], "max_tokens is 24 there and 23 here"),
     (["--temperature", "0.5"], "temperature is 0.0 there and 0.5 here"),
     (["--seed", "1"], "seed is 0 there and 1 here"),
@@ -205,14 +184,7 @@ CHANGES: list[Any] = [
 
 
 @pytest.mark.parametrize(("change", "why"), CHANGES, ids=str)
-def test_another_job_is_refused_until_its_rows_may_go(
-    work: Path,
-    model: Path,
-    quick: None,
-    change: list[str] | str,
-    why: str,
-    capsys: Capture,
-) -> None:
+def test_another_job_is_refused_until_its_rows_may_go(work, model, quick, change, why, capsys):
     write(words(10))
     interrupt(3, model, "--shard-size", "4", output="out")
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
@@ -234,9 +206,7 @@ def test_another_job_is_refused_until_its_rows_may_go(
     assert run(model, *options, "--overwrite", output="out") == 0
 
 
-def test_memory_that_does_not_suffice(
-    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_memory_that_does_not_suffice(model, quick, monkeypatch, capsys):
     write(words(8))
     stop_after(1, RuntimeError("RESOURCE_EXHAUSTED: out of memory"), monkeypatch)
     assert run(model) == 2
@@ -247,9 +217,7 @@ def test_memory_that_does_not_suffice(
     assert error.endswith(kept(2, 8))
 
 
-def test_other_errors_are_not_hidden_and_lose_nothing(
-    model: Path, quick: None, monkeypatch: Patch, decoded: list[Any]
-) -> None:
+def test_other_errors_are_not_hidden_and_lose_nothing(model, quick, monkeypatch, decoded):
     write(words(8))
     with monkeypatch.context() as patch:
         stop_after(2, RuntimeError("a fault"), patch)
@@ -262,13 +230,13 @@ def test_other_errors_are_not_hidden_and_lose_nothing(
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
-    model: Path, quick: None, monkeypatch: Patch, decoded: list[Any], capsys: Capture
-) -> None:
+    model, quick, monkeypatch, decoded, capsys
+):
     write(words(16))
     handler, add = signal.getsignal(signal.SIGTERM), PartFile.add
     with monkeypatch.context() as patch:
 
-        def asked_to_end(self: PartFile, records: Any) -> None:
+        def asked_to_end(self, records):
             add(self, records)
             if len(decoded) == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -286,18 +254,16 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
 
 
 @pytest.mark.full
-def test_sigterm_keeps_no_prompt_that_lacks_samples(
-    model: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_sigterm_keeps_no_prompt_that_lacks_samples(model, monkeypatch, capsys):
     # Forty samples are more than the engine has taken when the first of them is done.
     write([{"prompt": "mat"}, {"prompt": "a"}])
     options = ("--n", "40", "--temperature", "1", "--logprobs", "2")
     assert run(model, *options, output="whole.jsonl") == 0
     finish = Generation._finish
     with monkeypatch.context() as patch:
-        asked: list[Any] = []
+        asked = []
 
-        def asked_to_end(self: Generation, *sample: Any) -> Any:
+        def asked_to_end(self, *sample):
             if not asked:
                 os.kill(os.getpid(), signal.SIGTERM)
             asked.append(sample)
@@ -312,13 +278,11 @@ def test_sigterm_keeps_no_prompt_that_lacks_samples(
     assert [len(record["samples"]) for record in results()] == [40, 40]
 
 
-def test_sigterm_waits_no_longer_than_its_grace(
-    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_sigterm_waits_no_longer_than_its_grace(model, quick, monkeypatch, capsys):
     write(words(16))
     quick_run = LLM.run
 
-    def slow(self: LLM, records: Any, on_progress: Any, **_: Any) -> Any:
+    def slow(self, records, on_progress, **_):
         yield next(quick_run(self, records, on_progress))
         os.kill(os.getpid(), signal.SIGTERM)
         while True:  # forwards of sequences that do not end
@@ -329,9 +293,7 @@ def test_sigterm_waits_no_longer_than_its_grace(
     assert f"stopped by SIGTERM: {kept(2)}; " in capsys.readouterr().err
 
 
-def test_sigterm_before_anything_is_decoded(
-    model: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_sigterm_before_anything_is_decoded(model, monkeypatch, capsys):
     write(words(2))
     monkeypatch.setattr(
         "infer.job.job.build_index", lambda *_: os.kill(os.getpid(), signal.SIGTERM)

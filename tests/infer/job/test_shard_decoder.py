@@ -1,7 +1,5 @@
 """Progress, SIGTERM, and the number of bad records that ends a job."""
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -16,7 +14,7 @@ from infer.job import shard_decoder
 from infer.job.result_record import Counts
 from infer.job.shard_decoder import GracefulStop, JobProgress, JobStopped
 from infer.job.shard_folder import STATS
-from tests.infer.job.job_examples import Capture, Patch, contents, results, run, words, write
+from tests.infer.job.job_examples import contents, results, run, words, write
 from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.host.progress import ProgressBar
 
@@ -34,7 +32,7 @@ HALF = JobProgress(
 SPEED = "50 tokens/s, 4.00 tokens per forward, p_cache 0.25"
 
 
-def shown(progress: JobProgress) -> str:
+def shown(progress):
     console = Console(file=io.StringIO(), force_terminal=False)
     with ProgressBar("records", console=console, every=0.0) as bar:
         progress.show(bar)
@@ -42,7 +40,7 @@ def shown(progress: JobProgress) -> str:
     return console.file.getvalue()
 
 
-def test_rates_count_this_run_only() -> None:
+def test_rates_count_this_run_only():
     assert HALF.tokens_per_second == 50
     assert HALF.tokens_per_forward == 4
     assert HALF.seconds_left == 16.0, "40 records took 16 seconds, and 40 are left"
@@ -63,17 +61,17 @@ def test_rates_count_this_run_only() -> None:
     }
 
 
-def test_nothing_is_known_before_the_first_record() -> None:
+def test_nothing_is_known_before_the_first_record():
     first = JobProgress(20, 20, 100, 0, 0, Counts(), 0.0, 9.0)
     assert first.seconds_left == math.inf
     assert shown(first) == "20 of 100 records, 0 tokens/s, 0.00 tokens per forward\n"
 
 
-def ask() -> None:
+def ask():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_with_nothing_to_finish_it_ends_there() -> None:
+def test_with_nothing_to_finish_it_ends_there():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(JobStopped), GracefulStop():
         ask()
@@ -86,7 +84,7 @@ def test_with_nothing_to_finish_it_ends_there() -> None:
     assert not issubclass(JobStopped, Exception), "handlers of errors let it pass"
 
 
-def test_with_something_to_finish_it_has_its_time(monkeypatch: Patch) -> None:
+def test_with_something_to_finish_it_has_its_time(monkeypatch):
     now = 50.0
     monkeypatch.setattr("infer.job.shard_decoder.time.monotonic", lambda: now)
     with GracefulStop(grace=20) as stop, stop.finishing():
@@ -100,8 +98,8 @@ def test_with_something_to_finish_it_has_its_time(monkeypatch: Patch) -> None:
             stop.check()
 
 
-def test_the_second_ends_the_process_at_once(monkeypatch: Patch) -> None:
-    ends: list[int] = []
+def test_the_second_ends_the_process_at_once(monkeypatch):
+    ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
     with GracefulStop(grace=1000) as stop, stop.finishing():
         ask()
@@ -110,10 +108,10 @@ def test_the_second_ends_the_process_at_once(monkeypatch: Patch) -> None:
     assert ends == [143]
 
 
-def test_in_another_thread_signals_are_left_alone() -> None:
+def test_in_another_thread_signals_are_left_alone():
     before, seen = signal.getsignal(signal.SIGTERM), []
 
-    def work() -> None:
+    def work():
         with GracefulStop() as stop, stop.finishing():
             stop.check()
             seen.append(signal.getsignal(signal.SIGTERM))
@@ -125,16 +123,14 @@ def test_in_another_thread_signals_are_left_alone() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _few_records(monkeypatch: Patch) -> None:
+def _few_records(monkeypatch):
     monkeypatch.setattr(shard_decoder, "FIRST_RECORDS", 10)
 
 
 BAD = [{"prompt": 5}]
 
 
-def test_a_limit_ends_a_job_that_another_lets_go_on(
-    model: Path, quick: None, capsys: Capture
-) -> None:
+def test_a_limit_ends_a_job_that_another_lets_go_on(model, quick, capsys):
     write([*words(3), *BAD, *words(3), *BAD, *words(2), *BAD, *words(9)])
     assert run(model, output="whole") == 0
     assert run(model, "--max-errors", "3", output="three") == 0
@@ -148,9 +144,7 @@ def test_a_limit_ends_a_job_that_another_lets_go_on(
     assert contents("out") == contents("whole")
 
 
-def test_the_first_records_end_a_job_if_all_are_bad(
-    model: Path, quick: None, capsys: Capture
-) -> None:
+def test_the_first_records_end_a_job_if_all_are_bad(model, quick, capsys):
     write([*BAD * 12, *words(3)])
     assert run(model) == BAD_DATA
     said = capsys.readouterr().err.splitlines()[-1]
@@ -162,28 +156,24 @@ def test_the_first_records_end_a_job_if_all_are_bad(
 @pytest.mark.parametrize(
     "options", [["--max-errors", "12"], ["--max-errors", "500"]], ids=["just", "many"]
 )
-def test_a_limit_lets_the_first_records_be_bad(
-    model: Path, quick: None, options: list[str]
-) -> None:
+def test_a_limit_lets_the_first_records_be_bad(model, quick, options):
     write([*BAD * 12, *words(3)])
     assert run(model, *options) == 0
 
 
-def test_a_good_record_before_them_lets_a_job_go_on(model: Path, quick: None) -> None:
+def test_a_good_record_before_them_lets_a_job_go_on(model, quick):
     write([*words(1), *BAD * 30])
     assert run(model) == 0
 
 
-def test_a_job_without_a_good_record_ends_so_each_time(model: Path, quick: None) -> None:
+def test_a_job_without_a_good_record_ends_so_each_time(model, quick):
     write(BAD * 3)
     for output in ("out.jsonl", "out"):
         assert [run(model, output=output) for _ in range(2)] == [BAD_DATA] * 2
         assert ["error" in record for record in results(output)] == [True] * 3
 
 
-def test_limits_below_nothing_are_refused(
-    model: Path, never_decodes: None, capsys: Capture
-) -> None:
+def test_limits_below_nothing_are_refused(model, never_decodes, capsys):
     write(words(1))
     assert run(model, "--max-errors", "-1") == 2
     assert "--max-errors: expected 0 or more, not -1" in capsys.readouterr().err

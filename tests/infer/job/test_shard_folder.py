@@ -1,7 +1,5 @@
 """The folder of a job: whose it is, which hosts work on it, and what happens when they meet."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -10,11 +8,7 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,8 +18,6 @@ from infer.job.part_file import FORMAT, InUse
 from infer.job.shard_decoder import JobProgress
 from infer.job.shard_folder import JOB, Identity, ShardFolder, folder_digest
 from tests.infer.job.job_examples import (
-    Capture,
-    Patch,
     contents,
     interrupt,
     read_json,
@@ -40,14 +32,14 @@ from wedlm_jax.errors import InputError
 THIS = Identity("i", "c", {"chat": False, "params": {"stop": ("a",), "seed": 0}}, 1000, 5)
 
 
-def test_an_identity_is_read_back_as_it_was_written() -> None:
+def test_an_identity_is_read_back_as_it_was_written():
     written = json.loads(json.dumps(THIS.as_json()))
     again = Identity.from_json({**written, "wedlm_generate": FORMAT})
     assert again.as_json() == THIS.as_json()
     assert again.digest == THIS.digest
 
 
-def test_differences_name_every_setting() -> None:
+def test_differences_name_every_setting():
     other = Identity("j", "c", {"chat": True, "params": {"stop": (), "seed": 0}}, 10, 4)
     assert THIS.differences(other.as_json()) == (
         "the input differs, chat is True there and False here, stop is [] there and ['a'] "
@@ -57,7 +49,7 @@ def test_differences_name_every_setting() -> None:
     assert other.digest != THIS.digest
 
 
-def test_checkpoint_may_be_moved_but_not_changed(model: Path, tmp_path: Path) -> None:
+def test_checkpoint_may_be_moved_but_not_changed(model, tmp_path):
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     (copy / "notes.md").write_text("no part of the model")
     assert folder_digest(copy) == folder_digest(model)
@@ -67,13 +59,13 @@ def test_checkpoint_may_be_moved_but_not_changed(model: Path, tmp_path: Path) ->
     assert folder_digest(copy) != folder_digest(model)
 
 
-def test_large_checkpoints_are_sampled_to_both_ends(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_large_checkpoints_are_sampled_to_both_ends(tmp_path, monkeypatch):
     monkeypatch.setattr("infer.job.shard_folder.WHOLE_FILE", 100)
     monkeypatch.setattr("infer.job.shard_folder.SAMPLES", 4)
     monkeypatch.setattr("infer.job.shard_folder.SAMPLE_SIZE", 8)
     path = tmp_path / "model.safetensors"
 
-    def digest(place: int | None) -> str:
+    def digest(place):
         content = bytearray(101)
         if place is not None:
             content[place] = 1
@@ -88,18 +80,18 @@ ROUNDS = 40
 SHARDS = [Shard(0, 0, 2, None)]  # type: ignore[arg-type]
 
 
-def job(seed: int) -> Identity:
+def job(seed):
     return Identity("input", "checkpoint", {"seed": seed}, 2, 2)
 
 
-def claims(barrier: Barrier, told: Connection, folder: str, seed: int, links: bool) -> None:
+def claims(barrier, told, folder, seed, links):
     """Claims one folder after another, each at the same moment as the other processes do."""
 
     @contextlib.contextmanager
-    def without_locks(_: Path) -> Iterator[None]:
+    def without_locks(_):
         yield
 
-    def no_link(*_: object) -> None:
+    def no_link(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     infer.job.shard_folder.alone = without_locks  # type: ignore[assignment]
@@ -120,9 +112,7 @@ def claims(barrier: Barrier, told: Connection, folder: str, seed: int, links: bo
 
 @pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("seeds", [[1, 2], pytest.param([1, 2, 2, 3], marks=pytest.mark.full)])
-def test_of_jobs_that_begin_at_once_one_gets_the_folder(
-    tmp_path: Path, seeds: list[int], links: bool
-) -> None:
+def test_of_jobs_that_begin_at_once_one_gets_the_folder(tmp_path, seeds, links):
     """Without locks, as between hosts on a mounted bucket."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(seeds))
@@ -151,14 +141,12 @@ def test_of_jobs_that_begin_at_once_one_gets_the_folder(
     assert len(winners) > 1, "they did begin at once"
 
 
-def test_a_job_that_has_just_begun_keeps_its_folder(
-    model: Path, quick: None, monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_a_job_that_has_just_begun_keeps_its_folder(model, quick, monkeypatch, capsys):
     """Another one comes after the claim and before the first record, as while it compiles."""
     write(words(7))
     begin, other = ShardFolder.open, list[int]()
 
-    def meanwhile(self: ShardFolder, *arguments: Any) -> Any:
+    def meanwhile(self, *arguments):
         if not other:
             other.append(0)
             other[0] = run(model, "--seed", "5", output="out")
@@ -173,9 +161,7 @@ def test_a_job_that_has_just_begun_keeps_its_folder(
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
-def test_a_job_that_was_stopped_before_its_first_record_leaves_the_folder(
-    model: Path, quick: None, hosts: int
-) -> None:
+def test_a_job_that_was_stopped_before_its_first_record_leaves_the_folder(model, quick, hosts):
     """Of several hosts, others may be at work."""
     write(words(7))
     options = ["--num-hosts", str(hosts), "--host-id", "0"]
@@ -185,15 +171,13 @@ def test_a_job_that_was_stopped_before_its_first_record_leaves_the_folder(
     assert run(model, "--seed", "5", "--overwrite", output="out") == 0
 
 
-def host(model: Path, number: int, count: int, *options: str, output: str = "out") -> int:
+def host(model, number, count, *options, output="out"):
     shape = ["--shard-size", "2", "--num-hosts", str(count), "--host-id", str(number)]
     return run(model, *shape, *options, output=output)
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
-def test_the_last_host_ends_the_job(
-    work: Path, model: Path, quick: None, decoded: list[Any], output: str, capsys: Capture
-) -> None:
+def test_the_last_host_ends_the_job(work, model, quick, decoded, output, capsys):
     write(words(15))
     assert run(model, output="alone.jsonl") == 0
     alone = results("alone.jsonl")
@@ -212,9 +196,7 @@ def test_the_last_host_ends_the_job(
     assert results(output) == alone
 
 
-def test_other_hosts_go_on(
-    model: Path, quick: None, decoded: list[Any], monkeypatch: Patch
-) -> None:
+def test_other_hosts_go_on(model, quick, decoded, monkeypatch):
     write(words(40))
     assert run(model, output="alone") == 0
     decoded.clear()
@@ -230,9 +212,7 @@ def test_other_hosts_go_on(
     assert read_json("out/stats.json")["last_run"]["hosts"] == 3
 
 
-def test_a_shard_that_another_process_is_at_is_left_to_it(
-    model: Path, quick: None, decoded: list[Any], capsys: Capture
-) -> None:
+def test_a_shard_that_another_process_is_at_is_left_to_it(model, quick, decoded, capsys):
     write(words(8))
     interrupt(1, model, "--shard-size", "4", output="out")
     (part, *_) = sorted(Path("out/parts").glob("*.part"))
@@ -247,18 +227,16 @@ def test_a_shard_that_another_process_is_at_is_left_to_it(
     assert kept + 4 <= len(decoded) <= 12
 
 
-def test_progress_counts_what_other_processes_finish(
-    model: Path, quick: None, monkeypatch: Patch
-) -> None:
+def test_progress_counts_what_other_processes_finish(model, quick, monkeypatch):
     write(words(40))
     shown, seal, other = list[int](), ShardFolder.seal, itertools.count()
 
-    def meanwhile(self: ShardFolder, *arguments: Any) -> None:
+    def meanwhile(self, *arguments):
         seal(self, *arguments)
         if next(other) == 0:
             assert host(model, 1, 2) == 0
 
-    def show(self: JobProgress, *_: Any) -> None:
+    def show(self, *_):
         if self.total == 40:
             shown.append(self.done)
 
@@ -270,16 +248,14 @@ def test_progress_counts_what_other_processes_finish(
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
-def test_two_writers_of_one_shard_do_no_harm(
-    work: Path, model: Path, quick: None, output: str, monkeypatch: Patch
-) -> None:
+def test_two_writers_of_one_shard_do_no_harm(work, model, quick, output, monkeypatch):
     """As on a file system without locks: one begins and ends while another is at it."""
     write([*words(7), {"promt": "a"}])
     assert run(model, "--shard-size", "3", output="alone") == 0
     monkeypatch.setattr("infer.job.part_file._lock", lambda file: True)
     seal, depth = ShardFolder.seal, itertools.count()
 
-    def meanwhile(self: ShardFolder, *arguments: Any) -> None:
+    def meanwhile(self, *arguments):
         if next(depth) == 0:
             assert run(model, "--shard-size", "3", output=output) == 0
             assert results(output) == results("alone")
@@ -298,13 +274,13 @@ def test_two_writers_of_one_shard_do_no_harm(
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_another_job_that_takes_the_folder_gets_no_rows_of_this_one(
-    model: Path, quick: None, output: str, monkeypatch: Patch, capsys: Capture
-) -> None:
+    model, quick, output, monkeypatch, capsys
+):
     write(words(7))
     assert run(model, "--seed", "5", "--shard-size", "3", output="alone") == 0
     seal, depth = ShardFolder.seal, itertools.count()
 
-    def meanwhile(self: ShardFolder, *arguments: Any) -> None:
+    def meanwhile(self, *arguments):
         if next(depth) == 1:
             assert run(model, "--seed", "5", "--overwrite", output=output) == 0
         seal(self, *arguments)
@@ -316,9 +292,7 @@ def test_another_job_that_takes_the_folder_gets_no_rows_of_this_one(
     assert results(output) == results("alone")
 
 
-def test_a_shard_of_another_job_is_not_put_into_the_output(
-    model: Path, quick: None, capsys: Capture
-) -> None:
+def test_a_shard_of_another_job_is_not_put_into_the_output(model, quick, capsys):
     write(words(7))
     assert run(model, "--shard-size", "3", output="out") == 0
     path = Path("out/rows-00001-of-00003.manifest.json")

@@ -1,18 +1,13 @@
 """The embedded model behind the API, once for all tests, and what it says without one."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 from openai import OpenAI
 
-from tests.infer.serve.running_server import RunningServer, running_server
+from tests.infer.serve.running_server import running_server
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
-SMALL: dict[str, Any] = {"window_size": 8, "max_batch_size": 4, "deterministic": True}
+SMALL = {"window_size": 8, "max_batch_size": 4, "deterministic": True}
 """One size of forwards: little is compiled."""
 
 KINDS = [
@@ -25,7 +20,7 @@ KINDS = [
 
 
 @pytest.fixture(scope="session")
-def offline() -> LLM:
+def offline():
     """The model without a server."""
     llm = LLM(**SMALL)
     llm.warm_up(KINDS)
@@ -33,7 +28,7 @@ def offline() -> LLM:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
+def server():
     llm = LLM(**SMALL)
     llm.warm_up(KINDS)
     # Short bursts: even short answers come in pieces.
@@ -42,7 +37,7 @@ def server() -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def client(server: RunningServer) -> Iterator[OpenAI]:
+def client(server):
     with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
     server.wait_until_idle()

@@ -1,18 +1,13 @@
 """A server in a thread of the test's process."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 from infer.serve.app import Options, Service, make_app
 from infer.serve.command import listening_socket
 from infer.serve.http_server import make_server
-from wedlm_jax.llm import LLM
 
 MODEL = "the-model"
 
@@ -25,22 +20,22 @@ class RunningServer:
       service: behind it.
     """
 
-    def __init__(self, port: int, service: Service):
+    def __init__(self, port, service):
         self.port, self.service = port, service
         self.url = f"http://127.0.0.1:{port}"
 
-    def wait(self, holds: Callable[[], bool], seconds: float = 20) -> None:
+    def wait(self, holds, seconds=20):
         """Waits until something holds."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, "it does not come to hold"
             time.sleep(0.01)
 
-    def wait_until_idle(self) -> None:
+    def wait_until_idle(self):
         """Waits until nothing is under way, and asserts that no page is held."""
         engine = self.service.engine
 
-        def idle() -> bool:
+        def idle():
             now = engine.counters
             return now.running == now.waiting == now.pages_used == 0 and not engine.is_busy
 
@@ -48,14 +43,7 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running_server(
-    llm: LLM,
-    *,
-    grace: float = 10,
-    client_timeout: float = 10,
-    send_buffer: int | None = None,
-    **options: Any,
-) -> Iterator[RunningServer]:
+def running_server(llm, *, grace=10, client_timeout=10, send_buffer=None, **options):
     """Serves ``llm`` at a free port of the loopback.
 
     Args:

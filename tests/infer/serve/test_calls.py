@@ -1,10 +1,7 @@
 """From a request's body to token ids: what reaches the chat template, and when there is room."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -19,13 +16,13 @@ from wedlm_jax.params import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return LLM(folder, window_size=4, max_batch_size=1)
 
 
-def prompt_of(llm: LLM, **fields: Any) -> str:
+def prompt_of(llm, **fields):
     body = ChatRequest.model_validate({"messages": [USER], "max_tokens": 1, **fields})
     read = Calls(llm, "tiny", SamplingParams(), Capacity(4, 4)).read
     [(token_ids, _)] = asyncio.run(read(body)).prompts
@@ -33,7 +30,7 @@ def prompt_of(llm: LLM, **fields: Any) -> str:
     return llm.codec.decode(token_ids)
 
 
-def test_tools_and_variables_reach_the_template(llm: LLM) -> None:
+def test_tools_and_variables_reach_the_template(llm):
     plain, listed = prompt_of(llm), f"[tools]{json.dumps(TOOLS[0])}"
     assert plain == f"[user]{USER['content']}[assistant]"
     assert prompt_of(llm, tools=TOOLS) == listed + plain
@@ -43,7 +40,7 @@ def test_tools_and_variables_reach_the_template(llm: LLM) -> None:
     assert prompt_of(llm, chat_template_kwargs={"enable_thinking": False}) == plain + "()"
 
 
-def test_calls_and_their_results_come_back(llm: LLM) -> None:
+def test_calls_and_their_results_come_back(llm):
     turns = [
         USER,
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -54,14 +51,14 @@ def test_calls_and_their_results_come_back(llm: LLM) -> None:
     )
 
 
-def test_a_call_that_cannot_be_read_is_named(llm: LLM) -> None:
+def test_a_call_that_cannot_be_read_is_named(llm):
     broken = {**CALL, "function": {"name": "weather", "arguments": "{"}}
     with pytest.raises(ApiError, match="expected arguments that are a JSON object") as refused:
         prompt_of(llm, messages=[USER, {"role": "assistant", "tool_calls": [broken]}])
     assert (refused.value.status, refused.value.param) == (400, "messages.1.tool_calls.0")
 
 
-def test_no_more_than_there_are_places() -> None:
+def test_no_more_than_there_are_places():
     places = Capacity(running=2, queued=3)
     places.check(5)
     places.enter(4)
@@ -76,7 +73,7 @@ def test_no_more_than_there_are_places() -> None:
     assert never.value.status == 400
 
 
-def test_retry_after_follows_how_soon_others_were_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_follows_how_soon_others_were_done(monkeypatch):
     now = 0.0
     monkeypatch.setattr(calls.time, "monotonic", lambda: now)
     places = Capacity(running=4, queued=4)

@@ -1,8 +1,6 @@
 """`wedlm serve`: which of flags, environment and file counts, and how bad ones are named. A process
 starts, drains when asked to and survives being killed."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib
@@ -12,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,23 +25,23 @@ from wedlm_jax.errors import InputError
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def settings(*flags: str, **environment: str) -> dict[str, object]:
+def settings(*flags, **environment):
     return layered(command.parser(), flags, environment)
 
 
-def test_flags_override_the_environment_and_that_the_file(folder: Path) -> None:
+def test_flags_override_the_environment_and_that_the_file(folder):
     (folder / "wedlm.toml").write_text("[serve]\nport = 1\nmax-waiting = 2\ngrace = 3.5\n")
     assert settings() == {"port": 1, "max_waiting": 2, "grace": 3.5}
     named = settings("--port", "7", WEDLM_PORT="5", WEDLM_MAX_WAITING="6")
     assert named == {"port": 7, "max_waiting": 6, "grace": 3.5}
 
 
-def test_values_of_every_kind(folder: Path) -> None:
+def test_values_of_every_kind(folder):
     other = folder / "other.toml"
     other.write_text(
         "[serve]\n"
@@ -89,20 +85,20 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("[serve", "cannot be read as TOML"),
     ],
 )
-def test_a_bad_file_is_named(folder: Path, text: str, sentence: str) -> None:
+def test_a_bad_file_is_named(folder, text, sentence):
     (folder / "wedlm.toml").write_text(text)
     with pytest.raises(InputError, match=sentence):
         settings()
 
 
-def test_a_file_that_is_not_there_or_no_text(folder: Path) -> None:
+def test_a_file_that_is_not_there_or_no_text(folder):
     (folder / "binary.toml").write_bytes(b"\xff\x00")
     for name in ("binary.toml", "missing.toml", str(folder)):
         with pytest.raises(InputError, match="cannot be read as TOML"):
             settings("--config", name)
 
 
-def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_variable_is_named(capsys):
     with pytest.raises(InputError, match="WEDLM_PORT: invalid int value: 'x'"):
         settings(WEDLM_PORT="x")
     assert settings(WEDLM_PROT="1", OTHER="2") == {}
@@ -123,16 +119,12 @@ def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["--port", "0", "--model", "missing"], "missing"),
     ],
 )
-def test_bad_flags_end_it_before_it_listens(
-    flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_flags_end_it_before_it_listens(flags, sentence, capsys):
     assert main(["serve", *flags]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_an_address_that_is_taken_is_told_before_the_model_is_read(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_address_that_is_taken_is_told_before_the_model_is_read(capsys):
     with command.listening_socket("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
@@ -140,9 +132,7 @@ def test_an_address_that_is_taken_is_told_before_the_model_is_read(
     assert "in use" in capsys.readouterr().err
 
 
-def test_without_its_packages_it_says_how_to_get_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_its_packages_it_says_how_to_get_them(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve"]) == 2
     assert "pip install 'wedlm-jax[serve]'" in capsys.readouterr().err
@@ -154,9 +144,7 @@ SLOW = {"prompt": "the cat", "max_tokens": 250, "ignore_eos": True, "mode": "ar"
 
 
 @contextlib.contextmanager
-def serving(
-    checkpoint: Path, *flags: str, **environment: str
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(checkpoint, *flags, **environment):
     """A server process and its URL."""
     command = [sys.executable, "-m", "wedlm_jax", "serve", "--model", str(checkpoint)]
     options = ["--batch-size", "2", "--window-size", "4", "--deterministic", *flags]
@@ -177,12 +165,12 @@ def serving(
         process.communicate()
 
 
-def ask(url: str, **fields: Any) -> httpx2.Response:
+def ask(url, **fields):
     return httpx2.post(f"{url}/v1/completions", json=SLOW | fields, timeout=60)
 
 
 @pytest.mark.full
-def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
+def test_sigterm_under_load_and_kill_and_restart(checkpoint):
     with serving(checkpoint, WEDLM_SERVED_MODEL_NAME="cat", WEDLM_API_KEY="k") as (process, url):
         assert httpx2.get(f"{url}/v1/models").status_code == 401
         headers = {"Authorization": "Bearer k"}
@@ -197,7 +185,7 @@ def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
         expected = ask(url).json()["choices"]
-        asked: list[concurrent.futures.Future[httpx2.Response]] = []
+        asked = []
         while "wedlm_sequences_running 2.0" not in httpx2.get(f"{url}/metrics").text:
             if all(one.done() for one in asked):  # between two looks, perhaps
                 asked = [pool.submit(ask, url, stream=number % 2 == 1) for number in range(6)]
@@ -217,20 +205,20 @@ def test_sigterm_under_load_and_kill_and_restart(checkpoint: Path) -> None:
         assert "Traceback" not in process.stderr.read()
 
 
-def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason() -> None:
+def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason():
     sent, ended = list[Any](), list[bool]()
 
-    async def events() -> AsyncGenerator[bytes, None]:
+    async def events():
         yield b"data: 1\n\n"
         await asyncio.sleep(60)
 
-    async def nothing() -> Any:
+    async def nothing():
         await asyncio.sleep(60)
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message.get("body"))
 
-    async def cut_off() -> None:
+    async def cut_off():
         stream = EventStream.__new__(EventStream)
         stream._answer, stream._events = SimpleNamespace(end=lambda: ended.append(True)), events()
         stream.raw_headers = []
@@ -247,7 +235,7 @@ def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason() -> Non
 
 
 @pytest.mark.full
-def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint: Path) -> None:
+def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint):
     flags = ("--grace", "0.3", "--no-warmup", "--burst-seconds", "0.001")
     with (
         serving(checkpoint, *flags) as (process, url),
@@ -264,11 +252,9 @@ def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "level"), [([], logging.INFO), (["--quiet"], logging.NOTSET)])
-def test_quiet_turns_the_lines_off(
-    flags: list[str], level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quiet_turns_the_lines_off(flags, level, monkeypatch):
     server = SimpleNamespace(run=lambda sockets: None)
-    service: Any = SimpleNamespace(
+    service = SimpleNamespace(
         engine=SimpleNamespace(programs=SimpleNamespace(is_compiling=False)),
         options=SimpleNamespace(model="the-model"),
     )

@@ -1,15 +1,11 @@
 """A request's fields follow from those of `SamplingParams`; a bad one is named in the answer."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-from typing import Any
 
 import httpx2
 import openai
 import pytest
-from openai import OpenAI
 from pydantic import ValidationError
 
 from infer.serve.errors import ApiError
@@ -22,24 +18,24 @@ from infer.serve.fields import (
     sampling_given,
     sampling_of,
 )
-from tests.infer.serve.running_server import MODEL, RunningServer
+from tests.infer.serve.running_server import MODEL
 from wedlm_jax.params import OPTIONS, SamplingParams
 
 DEFAULTS = SamplingParams(seed=None)
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-def params_of(**fields: Any) -> SamplingParams:
+def params_of(**fields):
     body = CompletionRequest(prompt="x", **fields)
     return sampling_of(sampling_given(body), DEFAULTS, 1000)
 
 
-def chat_params_of(**fields: Any) -> SamplingParams:
+def chat_params_of(**fields):
     body = ChatRequest(messages=MESSAGES, **fields)
     return sampling_of(sampling_given(body), DEFAULTS, 1000)
 
 
-def test_every_field_of_sampling_is_a_field_of_both() -> None:
+def test_every_field_of_sampling_is_a_field_of_both():
     for model in (CompletionRequest, ChatRequest):
         assert set(OPTIONS) <= set(model.model_fields)
         schema = model.model_json_schema()["properties"]
@@ -62,7 +58,7 @@ def test_every_field_of_sampling_is_a_field_of_both() -> None:
         {"regex": "a+"},
     ],
 )
-def test_a_value_means_what_it_means_to_sampling_params(fields: dict[str, Any]) -> None:
+def test_a_value_means_what_it_means_to_sampling_params(fields):
     expected = SamplingParams(**{"seed": None, "max_tokens": 1000} | fields)
     assert params_of(**fields) == expected
     if "logprobs" in fields:
@@ -70,19 +66,19 @@ def test_a_value_means_what_it_means_to_sampling_params(fields: dict[str, Any]) 
     assert chat_params_of(**fields) == expected
 
 
-def test_null_is_the_default() -> None:
+def test_null_is_the_default():
     for name in OPTIONS.keys() - {"entropy_threshold"}:
         assert params_of(**{name: None}) == params_of(), name
         assert chat_params_of(**{name: None}) == chat_params_of(), name
 
 
-def test_defaults_are_the_server_s() -> None:
+def test_defaults_are_the_server_s():
     given = sampling_given(CompletionRequest(prompt="x", top_k=3))
     params = sampling_of(given, SamplingParams(temperature=0.7, seed=3, mode="paper"), 50)
     assert params == SamplingParams(temperature=0.7, seed=3, mode="paper", top_k=3, max_tokens=50)
 
 
-def test_samples_without_a_temperature_get_openai_s() -> None:
+def test_samples_without_a_temperature_get_openai_s():
     assert params_of(n=3).temperature == 1
     assert params_of(n=3, temperature=0.2).temperature == 0.2
 
@@ -105,12 +101,12 @@ JSON_OBJECT = {"type": "json_object"}
         ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
     ],
 )
-def test_formats_by_the_names_of_others(fields: Any, expected: Any) -> None:
+def test_formats_by_the_names_of_others(fields, expected):
     wanted = SamplingParams(seed=None, max_tokens=1000, **expected)
     assert params_of(**fields) == chat_params_of(**fields) == wanted
 
 
-def test_names_of_a_chat() -> None:
+def test_names_of_a_chat():
     assert chat_params_of(max_completion_tokens=7).max_tokens == 7
     assert chat_params_of(logprobs=True).logprobs == 0
     assert chat_params_of(logprobs=True, top_logprobs=4).logprobs == 4
@@ -118,7 +114,7 @@ def test_names_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_may_be_given_if_it_asks_for_nothing(name: str) -> None:
+def test_what_is_not_supported_may_be_given_if_it_asks_for_nothing(name):
     for value in (None, *REFUSED[name]):
         check_refused(ChatRequest(messages=MESSAGES, **{name: value}))
     with pytest.raises(ApiError, match=f"{name}: not supported") as refused:
@@ -126,8 +122,8 @@ def test_what_is_not_supported_may_be_given_if_it_asks_for_nothing(name: str) ->
     assert (refused.value.status, refused.value.param) == (400, name)
 
 
-def test_what_changes_nothing_may_be_anything() -> None:
-    fields: Any = {name: {"any": ["thing"]} for name in IGNORED}
+def test_what_changes_nothing_may_be_anything():
+    fields = {name: {"any": ["thing"]} for name in IGNORED}
     assert params_of(**fields) == params_of()
 
 
@@ -135,12 +131,12 @@ def test_what_changes_nothing_may_be_anything() -> None:
     ("field", "value"),
     [("top_k", 1.0), ("seed", "1"), ("ignore_eos", 1), ("stop_token_ids", ["a"]), ("stream", 1)],
 )
-def test_types_are_not_guessed(field: str, value: Any) -> None:
+def test_types_are_not_guessed(field, value):
     with pytest.raises(ValidationError):
         CompletionRequest(prompt="x", **{field: value})
 
 
-def test_there_is_a_type_for_every_kind_of_field() -> None:
+def test_there_is_a_type_for_every_kind_of_field():
     """A new number needs nothing here; any other kind is told apart by its default."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert len(CompletionRequest.model_fields) == len(OPTIONS) + len(IGNORED) + len(REFUSED) + 9
@@ -151,12 +147,10 @@ def test_there_is_a_type_for_every_kind_of_field() -> None:
 
 PROMPT = "prompt: expected a text, a list of token ids, a list of texts, or a list of lists of"
 NUMBER = "temperature: input should be a valid number"
-NOT: Any = {"not": {}}
+NOT = {"not": {}}
 
 
-def check_refused_over_http(
-    server: RunningServer, path: str, body: dict[str, Any], param: str | None, sentence: str
-) -> None:
+def check_refused_over_http(server, path, body, param, sentence):
     # In ASCII: half a character is no UTF-8.
     headers = {"Content-Type": "application/json"}
     response = httpx2.post(server.url + path, content=json.dumps(body), headers=headers)
@@ -201,12 +195,12 @@ def check_refused_over_http(
         ({"stream": "yes"}, "stream: input should be a valid boolean"),
     ],
 )
-def test_a_bad_field_is_named(server: RunningServer, fields: Any, sentence: str) -> None:
+def test_a_bad_field_is_named(server, fields, sentence):
     body = {"prompt": "the cat", "max_tokens": 4} | fields
     check_refused_over_http(server, "/v1/completions", body, next(iter(fields)), sentence)
 
 
-def test_more_samples_than_there_are_places(server: RunningServer) -> None:
+def test_more_samples_than_there_are_places(server):
     sentence = "37 completions are asked for; this server takes 36 at most"
     check_refused_over_http(server, "/v1/completions", {"prompt": "x", "n": 37}, None, sentence)
 
@@ -241,7 +235,7 @@ def test_more_samples_than_there_are_places(server: RunningServer) -> None:
         ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
     ],
 )
-def test_a_bad_field_of_a_chat_is_named(server: RunningServer, fields: Any, sentence: str) -> None:
+def test_a_bad_field_of_a_chat_is_named(server, fields, sentence):
     body = {"messages": MESSAGES} | fields
     check_refused_over_http(server, "/v1/chat/completions", body, next(iter(fields)), sentence)
 
@@ -262,9 +256,7 @@ def test_a_bad_field_of_a_chat_is_named(server: RunningServer, fields: Any, sent
         ),
     ],
 )
-def test_a_bad_message_is_named(
-    server: RunningServer, message: Any, place: str, sentence: str
-) -> None:
+def test_a_bad_message_is_named(server, message, place, sentence):
     body, param = {"messages": [message]}, f"messages.0.{place}"
     check_refused_over_http(server, "/v1/chat/completions", body, param, sentence)
 
@@ -283,9 +275,7 @@ def test_a_bad_message_is_named(
         (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", "application/json", ""),
     ],
 )
-def test_a_body_that_is_no_request(
-    server: RunningServer, body: bytes, kind: str, sentence: str
-) -> None:
+def test_a_body_that_is_no_request(server, body, kind, sentence):
     response = httpx2.post(
         f"{server.url}/v1/completions", content=body, headers={"Content-Type": kind}
     )
@@ -293,7 +283,7 @@ def test_a_body_that_is_no_request(
     assert sentence in response.json()["error"]["message"]
 
 
-def test_openai_s_exceptions(client: OpenAI) -> None:
+def test_openai_s_exceptions(client):
     ask = client.completions.create
     with pytest.raises(openai.BadRequestError, match="top_p") as bad:
         ask(model=MODEL, prompt="x", top_p=2)
@@ -308,7 +298,7 @@ def test_openai_s_exceptions(client: OpenAI) -> None:
         client.embeddings.create(model=MODEL, input="x")
 
 
-def test_a_path_or_a_method_that_is_not_there(server: RunningServer) -> None:
+def test_a_path_or_a_method_that_is_not_there(server):
     for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)):
         response = httpx2.request(method, server.url + path)
         assert response.status_code == status

@@ -1,16 +1,12 @@
 """What stands before the routes. Clients that are slow, broken, greedy or gone hurt nobody else and
 leave nothing behind; each request has a line in the log; keys and origins are checked."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import re
 import socket
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import httpx2
 import openai
@@ -18,15 +14,14 @@ import pytest
 from openai import OpenAI
 
 from infer.serve.http_server import REQUESTS
-from tests.infer.serve.running_server import MODEL, RunningServer, running_server
-from wedlm_jax.llm import LLM
+from tests.infer.serve.running_server import MODEL, running_server
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "window_size": 0}
 """An answer that takes a while."""
 
 
 @pytest.fixture(scope="module")
-def strict(offline: LLM) -> Iterator[RunningServer]:
+def strict(offline):
     """A server of little patience, with few places."""
     with running_server(
         offline, client_timeout=0.5, body_seconds=0.5, max_body=20_000, max_waiting=2
@@ -34,19 +29,19 @@ def strict(offline: LLM) -> Iterator[RunningServer]:
         yield server
 
 
-def connect(server: RunningServer) -> socket.socket:
+def connect(server):
     sock = socket.create_connection(("127.0.0.1", server.port))
     sock.settimeout(10)
     return sock
 
 
-def head(path: str = "/v1/completions", **headers: object) -> bytes:
+def head(path="/v1/completions", **headers):
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-def everything(sock: socket.socket) -> bytes:
+def everything(sock):
     """What comes until the server closes the connection."""
     data = b""
     with contextlib.suppress(ConnectionResetError):
@@ -55,13 +50,13 @@ def everything(sock: socket.socket) -> bytes:
     return data
 
 
-def answer_to(server: RunningServer, data: bytes) -> bytes:
+def answer_to(server, data):
     with connect(server) as sock:
         sock.sendall(data)
         return everything(sock)
 
 
-def still_answers(server: RunningServer) -> None:
+def still_answers(server):
     answer = httpx2.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
     assert answer.status_code == 200
     server.wait_until_idle()
@@ -82,13 +77,13 @@ def still_answers(server: RunningServer) -> None:
         b"GET /\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_answered_or_dropped(strict: RunningServer, data: bytes) -> None:
+def test_what_is_no_http_is_answered_or_dropped(strict, data):
     answer = answer_to(strict, data)
     assert answer == b"" or answer.split()[1][:1] == b"4"
     still_answers(strict)
 
 
-def test_a_request_s_head_that_does_not_come(strict: RunningServer) -> None:
+def test_a_request_s_head_that_does_not_come(strict):
     with connect(strict) as silent, connect(strict) as slow:
         slow.sendall(b"GET /health HT")
         started = time.monotonic()
@@ -96,19 +91,19 @@ def test_a_request_s_head_that_does_not_come(strict: RunningServer) -> None:
         assert time.monotonic() - started < 5
 
 
-def test_a_second_head_that_does_not_come(strict: RunningServer) -> None:
+def test_a_second_head_that_does_not_come(strict):
     answer = answer_to(strict, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
     assert answer.count(b"HTTP/1.1 200") == 1
 
 
-def test_a_body_that_does_not_come(strict: RunningServer) -> None:
+def test_a_body_that_does_not_come(strict):
     answer = answer_to(strict, head(Content_Length=100) + b'{"prompt"')
     assert answer.split()[1] == b"408"
     assert b"the body did not come in time" in answer
     still_answers(strict)
 
 
-def test_a_body_that_trickles(strict: RunningServer) -> None:
+def test_a_body_that_trickles(strict):
     with connect(strict) as sock:
         sock.sendall(head(Transfer_Encoding="chunked"))
         started = time.monotonic()
@@ -120,7 +115,7 @@ def test_a_body_that_trickles(strict: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_that_is_too_large(strict: RunningServer, chunked: bool) -> None:
+def test_a_body_that_is_too_large(strict, chunked):
     body = json.dumps({"prompt": "x" * 30_000}).encode()
     content = (body[i : i + 1000] for i in range(0, len(body), 1000)) if chunked else body
     headers = {"Content-Type": "application/json"}
@@ -130,7 +125,7 @@ def test_a_body_that_is_too_large(strict: RunningServer, chunked: bool) -> None:
     still_answers(strict)
 
 
-def test_a_body_that_says_it_is_huge_is_not_waited_for(strict: RunningServer) -> None:
+def test_a_body_that_says_it_is_huge_is_not_waited_for(strict):
     assert answer_to(strict, head(Content_Length=10**15)).split()[1] == b"413"
 
 
@@ -138,7 +133,7 @@ def test_a_body_that_says_it_is_huge_is_not_waited_for(strict: RunningServer) ->
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_nobody_waits_for_ends_at_once(strict: RunningServer, stream: bool) -> None:
+def test_what_nobody_waits_for_ends_at_once(strict, stream):
     body = json.dumps(LONG | {"stream": stream}).encode()
     with connect(strict) as sock:
         sock.sendall(head(Content_Length=len(body)) + body)
@@ -149,7 +144,7 @@ def test_what_nobody_waits_for_ends_at_once(strict: RunningServer, stream: bool)
     still_answers(strict)
 
 
-def test_a_client_that_never_reads_is_dropped(offline: LLM) -> None:
+def test_a_client_that_never_reads_is_dropped(offline):
     """Its answer is larger than what the system keeps for it."""
     body = {"prompt": ["a", "b"], "n": 4, "temperature": 0.7, "stream": True}
     data = json.dumps(LONG | body | {"logprobs": 4, "return_token_ids": True}).encode()
@@ -165,7 +160,7 @@ def test_a_client_that_never_reads_is_dropped(offline: LLM) -> None:
         still_answers(server)
 
 
-def test_a_full_queue_says_when_to_come_again(strict: RunningServer) -> None:
+def test_a_full_queue_says_when_to_come_again(strict):
     """Four decode and two wait; the seventh is told."""
     bodies = json.dumps(LONG).encode()
     engine = strict.service.engine
@@ -189,8 +184,8 @@ SECONDS = r"\d+\.\d{3} s"
 
 
 @pytest.fixture
-def lines(server: RunningServer, caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    said: list[str] = []
+def lines(server, caplog):
+    said = []
     kept = logging.Handler()
     kept.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
     server.wait_until_idle()
@@ -200,15 +195,13 @@ def lines(server: RunningServer, caplog: pytest.LogCaptureFixture) -> Iterator[l
         REQUESTS.removeHandler(kept)
 
 
-def test_an_answer_has_a_line_with_what_it_took(
-    server: RunningServer, client: OpenAI, lines: list[str]
-) -> None:
+def test_an_answer_has_a_line_with_what_it_took(server, client, lines):
     """A stream has it when it is over."""
     said = client.completions.create(
         model=MODEL, prompt=["Once upon", "One day"], max_tokens=6, n=2, temperature=0.7
     )
-    messages: Any = [{"role": "user", "content": "Once upon a time"}]
-    asked: Any = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 6}
+    messages = [{"role": "user", "content": "Once upon a time"}]
+    asked = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 6}
     *_, last = client.chat.completions.create(model=MODEL, messages=messages, **asked)
     server.wait(lambda: len(lines) == 2)
     paths = ("/v1/completions", "/v1/chat/completions")
@@ -218,9 +211,7 @@ def test_an_answer_has_a_line_with_what_it_took(
         assert re.fullmatch(rf"INFO POST {path} 200 {SECONDS}, {counts}", line), line
 
 
-def test_refusals_and_other_paths_have_lines_and_probes_have_none(
-    server: RunningServer, lines: list[str]
-) -> None:
+def test_refusals_and_other_paths_have_lines_and_probes_have_none(server, lines):
     for path in ("/health", "/metrics", "/v1/models", "/no%0Asuch%20path?key=secret"):
         httpx2.get(server.url + path)
     httpx2.post(f"{server.url}/v1/completions", json={"prompt": "secret", "top_p": 9})
@@ -233,7 +224,7 @@ def test_refusals_and_other_paths_have_lines_and_probes_have_none(
 # --- keys and origins ----------------------------------------------------------------------
 
 
-def test_a_key_is_wanted_where_one_is_set(offline: LLM) -> None:
+def test_a_key_is_wanted_where_one_is_set(offline):
     with running_server(offline, api_key="s3cret") as server:
         for key in ("wrong", "", "s3cre", "s3cret2"):
             with (
@@ -253,9 +244,7 @@ def test_a_key_is_wanted_where_one_is_set(offline: LLM) -> None:
             assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 
-def test_pages_of_other_origins_are_let_in_only_where_named(
-    server: RunningServer, offline: LLM
-) -> None:
+def test_pages_of_other_origins_are_let_in_only_where_named(server, offline):
     ask = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     asked = httpx2.options(f"{server.url}/v1/completions", headers=ask)
     assert "access-control-allow-origin" not in asked.headers

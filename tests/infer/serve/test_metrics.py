@@ -1,18 +1,15 @@
 """What Prometheus is told."""
 
-from __future__ import annotations
-
 import httpx2
 import pytest
-from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.serve import metrics
 from infer.serve.metrics import Recent, Totals
-from tests.infer.serve.running_server import MODEL, RunningServer
+from tests.infer.serve.running_server import MODEL
 
 
-def scraped(server: RunningServer) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+def scraped(server):
     """Every sample, by its name and labels."""
     answer = httpx2.get(f"{server.url}/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
@@ -25,7 +22,7 @@ def scraped(server: RunningServer) -> dict[tuple[str, tuple[tuple[str, str], ...
     }
 
 
-def test_counts_are_those_of_what_was_asked(server: RunningServer, client: OpenAI) -> None:
+def test_counts_are_those_of_what_was_asked(server, client):
     before = scraped(server)
     said = client.completions.create(
         model=MODEL, prompt=["Once upon", "One day"], max_tokens=12, n=2, temperature=0.7
@@ -34,7 +31,7 @@ def test_counts_are_those_of_what_was_asked(server: RunningServer, client: OpenA
         client.completions.create(model=MODEL, prompt="x", top_p=9)
     after = scraped(server)
 
-    def new(name: str, **labels: str) -> float:
+    def new(name, **labels):
         key = (f"wedlm_{name}", tuple(sorted(labels.items())))
         return after[key] - before.get(key, 0)
 
@@ -62,7 +59,7 @@ def test_counts_are_those_of_what_was_asked(server: RunningServer, client: OpenA
     assert server.service.engine.counters.pages > 0
 
 
-def test_paths_that_are_not_there_are_counted_together(server: RunningServer) -> None:
+def test_paths_that_are_not_there_are_counted_together(server):
     for number in range(3):
         httpx2.get(f"{server.url}/{number}")
     paths = {dict(labels).get("path") for _, labels in scraped(server)}
@@ -70,7 +67,7 @@ def test_paths_that_are_not_there_are_counted_together(server: RunningServer) ->
     assert not {"/0", "/1", "/2"} & paths
 
 
-def test_figures_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_the_last_minute(monkeypatch):
     now = 0.0
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     recent = Recent()

@@ -1,22 +1,16 @@
 """The API as OpenAI's own client sees it, unchanged: every route, whole and streamed; what it gets
 is what `LLM` says without a server."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-from collections.abc import Iterable
-from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 
 from tests.docs.pages import ROOT, blocks
 from tests.examples.schemas import fits
-from tests.infer.serve.running_server import MODEL, RunningServer
-from wedlm_jax.completion import Completion
-from wedlm_jax.llm import LLM
+from tests.infer.serve.running_server import MODEL
 from wedlm_jax.params import SamplingParams
 
 QUESTION = "Count from 12 to 40 in steps of 2."
@@ -25,7 +19,7 @@ STORY = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def answer(offline: LLM) -> Completion:
+def answer(offline):
     """What the model says to the question, which it knows."""
     (answer,) = offline.chat(MESSAGES, SamplingParams(max_tokens=200))
     assert answer.text is not None
@@ -34,22 +28,22 @@ def answer(offline: LLM) -> Completion:
     return answer
 
 
-def chat(client: OpenAI, messages: Any = MESSAGES, **fields: Any) -> Any:
+def chat(client, messages=MESSAGES, **fields):
     return client.chat.completions.create(model=MODEL, messages=messages, **fields)
 
 
-def complete(client: OpenAI, prompt: Any = STORY, **fields: Any) -> Any:
+def complete(client, prompt=STORY, **fields):
     return client.completions.create(model=MODEL, prompt=prompt, **fields)
 
 
-def text_of(chunks: Iterable[Any]) -> str:
+def text_of(chunks):
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
 # --- chats -------------------------------------------------------------------------------
 
 
-def test_a_chat(client: OpenAI, offline: LLM, answer: Completion) -> None:
+def test_a_chat(client, offline, answer):
     said = chat(client)
     (choice,) = said.choices
     assert (choice.message.role, choice.message.content) == ("assistant", answer.text)
@@ -65,9 +59,7 @@ def test_a_chat(client: OpenAI, offline: LLM, answer: Completion) -> None:
     }
 
 
-def test_the_program_of_the_docs(
-    server: RunningServer, answer: Completion, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_program_of_the_docs(server, answer, capsys):
     (block,) = blocks("python", pages=[ROOT / "docs" / "serve.md"])
     program = block.text.replace("http://localhost:8000", server.url)
     assert '"wedlm-embedded"' in program
@@ -75,7 +67,7 @@ def test_the_program_of_the_docs(
     assert capsys.readouterr().out.strip() == answer.text
 
 
-def test_a_streamed_chat(client: OpenAI, answer: Completion) -> None:
+def test_a_streamed_chat(client, answer):
     stream = chat(client, stream=True, stream_options={"include_usage": True})
     opening, *chunks, closing = stream
     assert opening.choices[0].delta.role == "assistant"
@@ -90,16 +82,14 @@ def test_a_streamed_chat(client: OpenAI, answer: Completion) -> None:
     assert last.choices[0].finish_reason == "stop", "without usage it ends with the text"
 
 
-def test_what_was_said_before_is_in_the_cache(client: OpenAI, answer: Completion) -> None:
+def test_what_was_said_before_is_in_the_cache(client, answer):
     said, again = {"role": "assistant", "content": answer.text}, {"role": "user", "content": "Go."}
     usage = chat(client, [*MESSAGES, said, again], max_tokens=4).usage
     # All of the first turn but what the last page did not fill.
     assert usage.prompt_tokens > usage.prompt_tokens_details.cached_tokens > len(answer.token_ids)
 
 
-def test_an_answer_s_message_may_come_back_and_parts_and_roles_of_openai_s(
-    client: OpenAI, offline: LLM
-) -> None:
+def test_an_answer_s_message_may_come_back_and_parts_and_roles_of_openai_s(client, offline):
     message = chat(client).choices[0].message
     parts = [{"type": "text", "text": "Count "}, {"type": "text", "text": "on."}]
     more = {"role": "user", "content": "Go on."}
@@ -115,10 +105,10 @@ def test_an_answer_s_message_may_come_back_and_parts_and_roles_of_openai_s(
     assert said.choices[0].message.content == expected.text
 
 
-def test_log_probabilities_of_a_chat(client: OpenAI, offline: LLM) -> None:
+def test_log_probabilities_of_a_chat(client, offline):
     (expected,) = offline.chat(MESSAGES, SamplingParams(max_tokens=12, logprobs=3))
     assert expected.logprobs is not None
-    asked: Any = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
+    asked = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
     content = chat(client, **asked).choices[0].logprobs.content
     assert "".join(token.token for token in content) == expected.text
     assert all(bytes(token.bytes).decode() == token.token for token in content)
@@ -133,7 +123,7 @@ def test_log_probabilities_of_a_chat(client: OpenAI, offline: LLM) -> None:
 # --- formats -----------------------------------------------------------------------------
 
 
-def test_an_answer_by_a_schema(client: OpenAI, offline: LLM) -> None:
+def test_an_answer_by_a_schema(client, offline):
     schema = {
         "type": "object",
         "properties": {"first": {"type": "integer", "maximum": 99}, "up": {"type": "boolean"}},
@@ -147,7 +137,7 @@ def test_an_answer_by_a_schema(client: OpenAI, offline: LLM) -> None:
     assert fits(expected.text or "", schema)
 
 
-def test_an_answer_by_an_expression_streams(client: OpenAI) -> None:
+def test_an_answer_by_an_expression_streams(client):
     outputs = {"structured_outputs": {"regex": "(yes|no), [0-9]{2}"}}
     assert re.fullmatch(
         "(yes|no), [0-9]{2}", text_of(chat(client, stream=True, extra_body=outputs))
@@ -157,7 +147,7 @@ def test_an_answer_by_an_expression_streams(client: OpenAI) -> None:
 # --- completions --------------------------------------------------------------------------
 
 
-def test_a_completion(client: OpenAI, offline: LLM) -> None:
+def test_a_completion(client, offline):
     (expected,) = offline.generate(STORY, SamplingParams(max_tokens=48))
     said = complete(client, max_tokens=48)
     assert said.choices[0].text == expected.text
@@ -168,9 +158,9 @@ def test_a_completion(client: OpenAI, offline: LLM) -> None:
 
 
 @pytest.mark.full
-def test_many_prompts_and_samples_come_in_order(client: OpenAI, offline: LLM) -> None:
+def test_many_prompts_and_samples_come_in_order(client, offline):
     prompts = [STORY, "One day", "The cat"]
-    asked: Any = {"max_tokens": 16, "temperature": 0.7, "n": 2, "seed": 5}
+    asked = {"max_tokens": 16, "temperature": 0.7, "n": 2, "seed": 5}
     rows = offline.generate(prompts, SamplingParams(**asked))
     expected = [one for row in rows for one in row.samples]
     said = complete(client, prompts, **asked)
@@ -186,7 +176,7 @@ def test_many_prompts_and_samples_come_in_order(client: OpenAI, offline: LLM) ->
     assert texts == [one.text for one in expected]
 
 
-def test_token_ids_in_and_out(client: OpenAI, offline: LLM) -> None:
+def test_token_ids_in_and_out(client, offline):
     ids = list(offline.as_ids(STORY))
     (expected,) = offline.generate([ids], SamplingParams(max_tokens=48))
     for prompt in (ids, [ids]):
@@ -194,7 +184,7 @@ def test_token_ids_in_and_out(client: OpenAI, offline: LLM) -> None:
         assert said.choices[0].model_extra == {"token_ids": expected.token_ids}
 
 
-def test_a_stop_text_ends_an_answer_wherever_it_stands(client: OpenAI, answer: Completion) -> None:
+def test_a_stop_text_ends_an_answer_wherever_it_stands(client, answer):
     assert answer.text is not None
     stop = answer.text[len(answer.text) // 2 :][:3]
     expected = (answer.text[: answer.text.index(stop)], "stop")
@@ -204,11 +194,11 @@ def test_a_stop_text_ends_an_answer_wherever_it_stands(client: OpenAI, answer: C
     assert (text_of(chunks), chunks[-1].choices[0].finish_reason) == expected
 
 
-def test_log_probabilities_of_a_completion(client: OpenAI, offline: LLM) -> None:
+def test_log_probabilities_of_a_completion(client, offline):
     params = SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True)
     (expected,) = offline.generate(STORY, params)
     assert expected.logprobs is not None
-    asked: Any = {"max_tokens": 12, "logprobs": 2, "extra_body": {"ignore_eos": True}}
+    asked = {"max_tokens": 12, "logprobs": 2, "extra_body": {"ignore_eos": True}}
     (choice,) = complete(client, **asked).choices
     logprobs = choice.logprobs
     assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
@@ -235,16 +225,14 @@ def test_log_probabilities_of_a_completion(client: OpenAI, offline: LLM) -> None
         pytest.param({"repetition_penalty": 1.3}, None, marks=pytest.mark.full),
     ],
 )
-def test_fields_beyond_openai_s(client: OpenAI, offline: LLM, extra: Any, params: Any) -> None:
+def test_fields_beyond_openai_s(client, offline, extra, params):
     (expected,) = offline.chat(MESSAGES, SamplingParams(max_tokens=40, **(params or extra)))
     said = chat(client, max_tokens=40, extra_body=extra)
     assert said.choices[0].message.content == expected.text
     assert said.usage.num_forwards == expected.num_forwards
 
 
-def test_a_narrower_window_takes_more_forwards_for_the_same_answer(
-    client: OpenAI, answer: Completion
-) -> None:
+def test_a_narrower_window_takes_more_forwards_for_the_same_answer(client, answer):
     wide, narrow = (chat(client, extra_body={"window_size": window}) for window in (8, 2))
     assert {one.choices[0].message.content for one in (wide, narrow)} == {answer.text}
     assert narrow.usage.num_forwards > wide.usage.num_forwards
@@ -253,7 +241,7 @@ def test_a_narrower_window_takes_more_forwards_for_the_same_answer(
 # --- models, many clients, and another client -------------------------------------------------
 
 
-def test_models(client: OpenAI) -> None:
+def test_models(client):
     (model,) = client.models.list().data
     assert model.id == MODEL
     assert client.models.retrieve(MODEL) == model
@@ -262,11 +250,11 @@ def test_models(client: OpenAI) -> None:
 
 
 @pytest.mark.full
-def test_thirty_clients_at_once(server: RunningServer, offline: LLM) -> None:
+def test_thirty_clients_at_once(server, offline):
     prompts = [f"{STORY} {number}" for number in range(30)]
     expected = [one.text for one in offline.generate(prompts, SamplingParams(max_tokens=20))]
 
-    async def ask_all() -> list[str]:
+    async def ask_all():
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
             ask = client.completions.create
             asked = [ask(model=MODEL, prompt=prompt, max_tokens=20) for prompt in prompts]
@@ -277,7 +265,7 @@ def test_thirty_clients_at_once(server: RunningServer, offline: LLM) -> None:
 
 
 @pytest.mark.full
-def test_langchain_asks_and_streams(server: RunningServer, answer: Completion) -> None:
+def test_langchain_asks_and_streams(server, answer):
     langchain = pytest.importorskip("langchain_openai")
     model = langchain.ChatOpenAI(
         base_url=f"{server.url}/v1", api_key="unused", model=MODEL, max_retries=0, temperature=0

@@ -1,7 +1,5 @@
 """The page at `/`: as it is sent, and in a real browser."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -9,26 +7,21 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
-from openai import OpenAI
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
 
 from infer.serve.app import page as document
 from infer.trace import read_trace
-from tests.infer.serve.running_server import MODEL, RunningServer
-from wedlm_jax.llm import LLM
+from tests.infer.serve.running_server import MODEL
 from wedlm_jax.params import SamplingParams
 
 QUESTION = "Count from 12 to 40 in steps of 2."
 PARAMS = SamplingParams(max_tokens=96)
 
 
-def test_it_needs_nothing_from_elsewhere(server: RunningServer) -> None:
+def test_it_needs_nothing_from_elsewhere(server):
     answer = httpx2.get(f"{server.url}/")
     html, policy = document()
     assert answer.text == html
@@ -41,7 +34,7 @@ def test_it_needs_nothing_from_elsewhere(server: RunningServer) -> None:
 
 
 @pytest.mark.full
-def test_a_traced_answer_is_the_same_answer(client: OpenAI) -> None:
+def test_a_traced_answer_is_the_same_answer(client):
     asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24}
     plain = client.completions.create(**asked)
     whole = client.completions.create(**asked, extra_body={"return_trace": True})
@@ -56,9 +49,7 @@ def test_a_traced_answer_is_the_same_answer(client: OpenAI) -> None:
     assert "".join(one["text"] for one in trace["forwards"]) == choice.text
 
 
-def test_it_shows_a_race_and_replays_it(
-    server: RunningServer, offline: LLM, tmp_path: Path
-) -> None:
+def test_it_shows_a_race_and_replays_it(server, offline, tmp_path):
     (expected,) = offline.chat([{"role": "user", "content": QUESTION}], PARAMS)
     assert expected.text is not None
     with chromium(tmp_path) as page:
@@ -84,7 +75,7 @@ def test_it_shows_a_race_and_replays_it(
     server.wait_until_idle()
 
 
-def check_replay(page: Page, tokens: int) -> None:
+def check_replay(page, tokens):
     """The slider, by its keys: forwards are shown as they were."""
     page.js("document.getElementById('slider').focus()")
     page.key("Home", 36)
@@ -104,7 +95,7 @@ def check_replay(page: Page, tokens: int) -> None:
     assert f"{page.js(committed)} committed" in label
 
 
-def check_file(page: Page, folder: Path, tokens: int) -> None:
+def check_file(page, folder, tokens):
     """What the page saves is what `wedlm plot` reads."""
     page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
     page.js("document.getElementById('save').click()")
@@ -119,7 +110,7 @@ def check_file(page: Page, folder: Path, tokens: int) -> None:
     assert len(theirs["forwards"]) == tokens
 
 
-def check_opening(page: Page, server: RunningServer) -> None:
+def check_opening(page, server):
     """A trace that is opened while another prompt decodes is what stays to be seen."""
     page.js("self.kept = new File([asFile(race.lanes.map((one) => one.trace))], 'kept.json')")
     page.js("document.getElementById('ask').requestSubmit()")
@@ -133,7 +124,7 @@ def check_opening(page: Page, server: RunningServer) -> None:
     assert page.js("document.getElementById('stop').disabled")
 
 
-def check_lost_server(page: Page) -> None:
+def check_lost_server(page):
     """Browsers tell of a server that is gone in words of their own."""
     page.js("self.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
     page.js("document.getElementById('ask').requestSubmit()")
@@ -143,7 +134,7 @@ def check_lost_server(page: Page) -> None:
     assert not page.js("race.playing")
 
 
-def test_a_stream_brings_every_forward_once(client: OpenAI) -> None:
+def test_a_stream_brings_every_forward_once(client):
     asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "n": 2}
     own = {"return_trace": True, "mode": "paper", "entropy_threshold": None}
     stream = client.completions.create(**asked, seed=3, stream=True, extra_body=own)
@@ -175,13 +166,13 @@ class Page:
       wrong: what the page's console said of errors.
     """
 
-    def __init__(self, socket: ClientConnection):
+    def __init__(self, socket):
         self._socket, self._numbers = socket, itertools.count()
-        self.wrong: list[str] = []
+        self.wrong = []
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
-    def call(self, method: str, **params: Any) -> dict[str, Any]:
+    def call(self, method, **params):
         """Calls the browser."""
         number = next(self._numbers)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
@@ -192,32 +183,32 @@ class Page:
                 return said["result"]  # type: ignore[no-any-return]
             self._note(said)
 
-    def _note(self, event: dict[str, Any]) -> None:
+    def _note(self, event):
         if event["method"] == "Runtime.exceptionThrown":
             self.wrong.append(str(event["params"]["exceptionDetails"]))
         if event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
             self.wrong.append(event["params"]["entry"]["text"])
 
-    def js(self, expression: str) -> Any:
+    def js(self, expression):
         """The value of an expression in the page."""
         said = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in said, said
         return said["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 120) -> None:
+    def wait(self, condition, seconds=120):
         """Waits until an expression is true."""
         deadline = time.monotonic() + seconds
         while not self.js(condition):
             assert time.monotonic() < deadline, f"it does not come to hold: {condition}"
             time.sleep(0.05)
 
-    def key(self, key: str, code: int, *, ctrl: bool = False) -> None:
+    def key(self, key, code, *, ctrl=False):
         """Presses a key."""
         own = {"key": key, "windowsVirtualKeyCode": code, "modifiers": 2 if ctrl else 0}
         self.call("Input.dispatchKeyEvent", type="rawKeyDown", **own)
         self.call("Input.dispatchKeyEvent", type="keyUp", **own)
 
-    def open(self, url: str, *, width: int, height: int) -> None:
+    def open(self, url, *, width, height):
         """Opens an address in a window of this size."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.call("Emulation.setDeviceMetricsOverride", **size)
@@ -226,7 +217,7 @@ class Page:
 
 
 @contextlib.contextmanager
-def chromium(folder: Path) -> Iterator[Page]:
+def chromium(folder):
     """Runs Chromium with a profile in ``folder``, where downloads go, too. The test is skipped
     where there is none."""
     program = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -248,7 +239,7 @@ def chromium(folder: Path) -> Iterator[Page]:
         process.wait(30)
 
 
-def _address(port_file: Path) -> str:
+def _address(port_file):
     """The first tab's address, once the browser has written its port."""
     import httpx2
 

@@ -1,13 +1,9 @@
 """The engine behind the server: what it does when a step fails and while it compiles, and which
 program decodes what. Nobody waits for the compiler once the two programs are there."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import httpx2
 import pytest
@@ -17,17 +13,14 @@ from infer.serve.served_engine import Programs
 from tests.examples.decode import small_engine
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.serve.conftest import SMALL
-from tests.infer.serve.running_server import RunningServer, running_server
-from wedlm_jax.decode.options import Traits
-from wedlm_jax.engine.engine import Engine
+from tests.infer.serve.running_server import running_server
 from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.llm import LLM
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def tiny(tmp_path_factory):
     """A model of one layer, with its plain program alone compiled."""
     llm = LLM(write_tiny_checkpoint(tmp_path_factory.mktemp("model")), **SMALL)
     llm.warm_up(SamplingParams())
@@ -35,14 +28,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 @pytest.fixture
-def plain_program_alone(tiny: LLM) -> None:
+def plain_program_alone(tiny):
     """Leaves the engine with its plain program, without those that earlier tests compiled."""
     tiny.engine.device.programs.clear()
     tiny.warm_up(SamplingParams())
 
 
 @pytest.fixture
-def own_server(tiny: LLM) -> Iterator[RunningServer]:
+def own_server(tiny):
     with running_server(tiny) as server:
         yield server
         server.wait_until_idle()
@@ -50,26 +43,24 @@ def own_server(tiny: LLM) -> Iterator[RunningServer]:
         server.wait(lambda: not server.service.engine.programs.is_compiling)
 
 
-def ask(server: RunningServer, timeout: float = 60, **fields: Any) -> httpx2.Response:
+def ask(server, timeout=60, **fields):
     body = {"prompt": "the cat", "max_tokens": 8} | fields
     return httpx2.post(f"{server.url}/v1/completions", json=body, timeout=timeout)
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, server: RunningServer) -> None:
+def fail_once(monkeypatch, server):
     """Makes the device fail in its next step."""
     device = server.service.engine.engine.device
     collect = device.collect
 
-    def fails(*ticket: Any) -> Any:
+    def fails(*ticket):
         monkeypatch.setattr(device, "collect", collect)
         raise RuntimeError("RESOURCE_EXHAUSTED: the device is out of memory, and of 'secrets'")
 
     monkeypatch.setattr(device, "collect", fails)
 
 
-def test_a_step_that_fails_is_a_500_and_the_engine_begins_anew(
-    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_is_a_500_and_the_engine_begins_anew(own_server, monkeypatch):
     before = ask(own_server)
     fail_once(monkeypatch, own_server)
     failed = ask(own_server)
@@ -85,9 +76,7 @@ def test_a_step_that_fails_is_a_500_and_the_engine_begins_anew(
     assert httpx2.get(f"{own_server.url}/health").status_code == 200
 
 
-def test_a_stream_that_fails_ends_with_the_error(
-    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_fails_ends_with_the_error(own_server, monkeypatch):
     fail_once(monkeypatch, own_server)
     answer = ask(own_server, stream=True)
     assert answer.status_code == 200
@@ -96,9 +85,7 @@ def test_a_stream_that_fails_ends_with_the_error(
     assert ask(own_server, stream=True).text.endswith("data: [DONE]\n\n")
 
 
-def test_an_engine_that_cannot_begin_anew_says_so(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_begin_anew_says_so(tiny, monkeypatch):
     with running_server(tiny) as server, monkeypatch.context() as patch:
         fail_once(patch, server)
         patch.setattr(tiny.engine, "restart", lambda: 1 / 0)
@@ -108,15 +95,13 @@ def test_an_engine_that_cannot_begin_anew_says_so(
     tiny.engine.restart()
 
 
-def test_others_go_on_while_a_program_is_compiled(
-    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_on_while_a_program_is_compiled(own_server, monkeypatch):
     """One asks for what no program has yet."""
     engine = own_server.service.engine.engine
     begun, released = threading.Event(), threading.Event()
     compile_program = engine.compile_program
 
-    def slowly(traits: Any) -> None:
+    def slowly(traits):
         begun.set()
         assert released.wait(30)
         compile_program(traits)
@@ -137,13 +122,11 @@ def test_others_go_on_while_a_program_is_compiled(
 
 
 @pytest.mark.usefixtures("plain_program_alone")
-def test_a_program_that_cannot_be_compiled_fails_those_alone_that_want_it(
-    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_that_cannot_be_compiled_fails_those_alone_that_want_it(own_server, monkeypatch):
     engine = own_server.service.engine.engine
     compile_program, fails = engine.compile_program, [True]
 
-    def once(traits: Any) -> None:
+    def once(traits):
         if fails.pop():
             raise RuntimeError("too large")
         compile_program(traits)
@@ -156,9 +139,7 @@ def test_a_program_that_cannot_be_compiled_fails_those_alone_that_want_it(
 
 
 @pytest.mark.usefixtures("plain_program_alone")
-def test_who_goes_while_a_program_is_compiled_leaves_nothing(
-    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_goes_while_a_program_is_compiled_leaves_nothing(own_server, monkeypatch):
     engine = own_server.service.engine.engine
     released = threading.Event()
     monkeypatch.setattr(engine, "compile_program", lambda traits: released.wait(30))
@@ -169,21 +150,17 @@ def test_who_goes_while_a_program_is_compiled_leaves_nothing(
     assert ask(own_server).status_code == 200
 
 
-def test_a_request_that_breaks_the_tokenizer_is_its_own_500(
-    own_server: RunningServer, tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_breaks_the_tokenizer_is_its_own_500(own_server, tiny, monkeypatch):
     monkeypatch.setattr(tiny, "as_ids", lambda prompt: 1 / 0)
     assert ask(own_server).status_code == 500
     monkeypatch.undo()
     assert ask(own_server).status_code == 200
 
 
-def test_a_slow_grammar_is_refused_and_holds_up_nobody(
-    own_server: RunningServer, tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_grammar_is_refused_and_holds_up_nobody(own_server, tiny, monkeypatch):
     released = threading.Event()
 
-    def slow(params: SamplingParams) -> None:
+    def slow(params):
         assert params.grammar is None or released.wait(30)
 
     monkeypatch.setattr(tiny.engine, "check_grammar", slow)
@@ -199,13 +176,11 @@ def test_a_slow_grammar_is_refused_and_holds_up_nobody(
     assert answer.json()["error"]["message"] == "regex: expected one that is compiled within 3 s"
 
 
-def test_tokens_of_short_bursts_are_delivered_together(
-    tiny: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_of_short_bursts_are_delivered_together(tiny, monkeypatch):
     """A stream gets its first tokens at once; later ones wait while bursts are shorter than asked
     for, unless a stop string may stand in them."""
 
-    def pieces(server: RunningServer, **fields: Any) -> list[str]:
+    def pieces(server, **fields):
         fields = {"max_tokens": 40, "window_size": 0, "ignore_eos": True, "stream": True} | fields
         lines = ask(server, **fields).text.split("\n\n")
         return [line for line in lines if line.startswith("data: {")]
@@ -230,33 +205,33 @@ SPECIAL = [
 ]
 
 
-def requests(*params: SamplingParams) -> list[Request]:
+def requests(*params):
     return [Request(number, (5, 9, 3, 11), one) for number, one in enumerate(params)]
 
 
 class Compiler:
     """Stands for `Engine.compile_program`: notes what is wanted, and compiles when it is told."""
 
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
-        self.wanted: list[Traits] = []
+    def __init__(self, engine, monkeypatch):
+        self.wanted = []
         self.changed, self.go = threading.Event(), threading.Event()
-        self.error: Exception | None = None
+        self.error = None
         monkeypatch.setattr(engine, "compile_program", self.compile)
         self.programs = Programs(engine, self.changed.set)
 
-    def compile(self, traits: Traits) -> None:
+    def compile(self, traits):
         self.wanted.append(traits)
         assert self.go.wait(30)
         if self.error is not None:
             raise self.error
 
-    def offer(self, *params: SamplingParams) -> tuple[int, int]:
+    def offer(self, *params):
         """How many requests join at once, and how many wait for a program."""
         ready, held, traits = self.programs.choose(requests(*params))
         self.programs.compile(held, traits)
         return len(ready), len(held)
 
-    def finish(self) -> None:
+    def finish(self):
         """Lets the compilation that is running, if any, end."""
         if not self.programs.is_compiling:
             return
@@ -267,7 +242,7 @@ class Compiler:
 
 
 @pytest.fixture(scope="module")
-def both(tiny_model: Transformer) -> Engine:
+def both(tiny_model):
     """An engine with the two programs that a server starts with."""
     engine = small_engine(tiny_model, [FAST])
     engine.compile()
@@ -276,9 +251,7 @@ def both(tiny_model: Transformer) -> Engine:
 
 
 @pytest.mark.parametrize("params", SPECIAL, ids=range(len(SPECIAL)))
-def test_the_program_for_everything_gives_the_tokens_of_any_other(
-    both: Engine, tiny_model: Transformer, params: SamplingParams
-) -> None:
+def test_the_program_for_everything_gives_the_tokens_of_any_other(both, tiny_model, params):
     programs = both.num_programs
     events = both.step(requests(params), program=both.everything)
     while both.has_work:
@@ -293,9 +266,7 @@ def test_the_program_for_everything_gives_the_tokens_of_any_other(
         assert found == pytest.approx([one.logprob for one in theirs.logprobs], abs=1e-5)
 
 
-def test_whoever_comes_joins_at_once_and_a_better_program_is_made_meanwhile(
-    both: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_comes_joins_at_once_and_a_better_program_is_made_meanwhile(both, monkeypatch):
     compiler = Compiler(both, monkeypatch)
     for params in SPECIAL:
         assert compiler.offer(params) == (1, 0)
@@ -307,7 +278,7 @@ def test_whoever_comes_joins_at_once_and_a_better_program_is_made_meanwhile(
     compiler.finish()
 
 
-def test_the_fast_program_is_left_alone(both: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_program_is_left_alone(both, monkeypatch):
     compiler = Compiler(both, monkeypatch)
     assert compiler.offer(FAST) == (1, 0)
     assert compiler.wanted == []
@@ -316,7 +287,7 @@ def test_the_fast_program_is_left_alone(both: Engine, monkeypatch: pytest.Monkey
     assert not program.are_everything
 
 
-def test_few_programs_are_made(both: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_programs_are_made(both, monkeypatch):
     monkeypatch.setattr(module, "MOST_PROGRAMS", 2)
     compiler = Compiler(both, monkeypatch)
     for params in SPECIAL[2:6]:
@@ -325,9 +296,7 @@ def test_few_programs_are_made(both: Engine, monkeypatch: pytest.MonkeyPatch) ->
     assert len(compiler.wanted) == 2
 
 
-def test_a_failed_compilation_fails_nobody_who_can_be_decoded(
-    both: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_compilation_fails_nobody_who_can_be_decoded(both, monkeypatch):
     compiler = Compiler(both, monkeypatch)
     compiler.error = RuntimeError("too large")
     for _ in range(3):
@@ -337,9 +306,7 @@ def test_a_failed_compilation_fails_nobody_who_can_be_decoded(
     assert len(compiler.wanted) == 1, "it is not tried again and again"
 
 
-def test_without_the_two_programs_the_first_waits_and_fails_alone(
-    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_two_programs_the_first_waits_and_fails_alone(tiny_model, monkeypatch):
     engine = small_engine(tiny_model, [])
     compiler = Compiler(engine, monkeypatch)
     first, second = SPECIAL[0], SPECIAL[2]
@@ -361,5 +328,5 @@ def test_without_the_two_programs_the_first_waits_and_fails_alone(
     assert compiler.wanted[1:] == [own, engine.everything]
 
 
-def test_requests_of_every_kind_share_the_program(both: Engine) -> None:
+def test_requests_of_every_kind_share_the_program(both):
     assert both.compiled_for(both.traits_with(requests(*SPECIAL))) == both.everything

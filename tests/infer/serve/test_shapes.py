@@ -2,12 +2,6 @@
 a name of their own. To requests made up from the server's own description no answer is a 500, and
 every answer is what the description says."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import schemathesis
 from hypothesis import given, settings
@@ -25,7 +19,7 @@ from infer.serve.app import PATHS
 from infer.serve.shapes import LogprobShapes
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.serve.conftest import SMALL
-from tests.infer.serve.running_server import RunningServer, running_server
+from tests.infer.serve.running_server import running_server
 from tests.wedlm_jax.test_text import byte_tokenizer, write_tokenizer
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.decode.logprobs import TokenLogprob
@@ -33,16 +27,16 @@ from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import TextCodec
 
-CODEC: Any = TextCodec.load(EMBEDDED_MODEL)
+CODEC = TextCodec.load(EMBEDDED_MODEL)
 SHAPES = LogprobShapes(CODEC)
 
 
-def said(ids: list[int]) -> list[TokenLogprob]:
+def said(ids):
     return [TokenLogprob(-0.5, [(token_id, -0.5)]) for token_id in ids]
 
 
 @given(st.text(max_size=12))
-def test_bytes_of_tokens_join_to_those_of_the_text(text: str) -> None:
+def test_bytes_of_tokens_join_to_those_of_the_text(text):
     ids = CODEC.encode(text)
     assert b"".join(map(CODEC.token_bytes, ids)) == text.encode()
     entries = SHAPES.of_chat(ids, said(ids))["content"]
@@ -50,7 +44,7 @@ def test_bytes_of_tokens_join_to_those_of_the_text(text: str) -> None:
     assert SHAPES.length(ids) == len(text)
 
 
-def test_parts_of_characters_have_names_of_their_own() -> None:
+def test_parts_of_characters_have_names_of_their_own():
     first, second, third = CODEC.encode("€")
     pair = [TokenLogprob(-0.5, [(first, -0.5), (second, -1.0), (third, -2.0)])]
     text = SHAPES.of_text([first], pair, 0)
@@ -63,13 +57,13 @@ def test_parts_of_characters_have_names_of_their_own() -> None:
     assert SHAPES.of_text(whole, said(whole), 7)["text_offset"] == [7, 8, 9, 9, 9]
 
 
-def test_every_token_has_a_name_of_its_own() -> None:
+def test_every_token_has_a_name_of_its_own():
     ids = sorted(CODEC.token_ids)
     names = SHAPES.of_text(ids, said(ids), 0)["tokens"]
     assert len(set(names)) == len(ids)
 
 
-def test_special_and_unknown_tokens(tmp_path: Path) -> None:
+def test_special_and_unknown_tokens(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<naïve>"])
     codec = TextCodec.load(write_tokenizer(tmp_path, tokenizer))
@@ -82,7 +76,7 @@ def test_special_and_unknown_tokens(tmp_path: Path) -> None:
     assert LogprobShapes(codec).length([end, own]) == len("<naïve>")
 
 
-def test_without_a_tokenizer_they_are_numbers() -> None:
+def test_without_a_tokenizer_they_are_numbers():
     for ids in ([5, 12], []):
         assert LogprobShapes(None).of_text(ids, said(ids), 0)["tokens"] == [str(i) for i in ids]
 
@@ -115,7 +109,7 @@ EVERYTHING = [
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def fuzzed(tmp_path_factory):
     llm = LLM(write_tiny_checkpoint(tmp_path_factory.mktemp("model")), **SMALL)
     llm.warm_up(EVERYTHING)
     with running_server(llm) as server:
@@ -125,7 +119,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def operations(fuzzed: RunningServer) -> dict[str, Any]:
+def operations(fuzzed):
     """What the description lists."""
     schema = schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json")
     found = (result.ok() for result in schema.get_all_operations())
@@ -133,7 +127,7 @@ def operations(fuzzed: RunningServer) -> dict[str, Any]:
 
 
 @pytest.mark.full
-def test_the_description_lists_every_route(operations: dict[str, Any]) -> None:
+def test_the_description_lists_every_route(operations):
     assert {name.rpartition(" ")[2] for name in operations} == {
         *(path for path in PATHS if path not in ("/", "/openapi.json")),
         "/v1/models/{model}",
@@ -143,9 +137,7 @@ def test_the_description_lists_every_route(operations: dict[str, Any]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("mode", GenerationMode)
 @pytest.mark.parametrize("path", [path for path in PATHS if path.startswith("/v1/")])
-def test_whatever_is_asked_is_answered_as_described(
-    operations: dict[str, Any], path: str, mode: GenerationMode
-) -> None:
+def test_whatever_is_asked_is_answered_as_described(operations, path, mode):
     """Much is asked of the routes that decode."""
     (operation,) = (one for name, one in operations.items() if name.endswith(path))
     if not operation.body and mode is not GenerationMode.POSITIVE:
@@ -153,7 +145,7 @@ def test_whatever_is_asked_is_answered_as_described(
 
     @settings(max_examples=1000 if operation.body else 100)
     @given(operation.as_strategy(generation_mode=mode))
-    def ask(case: Any) -> None:
+    def ask(case):
         case.call_and_validate(checks=CHECKS, timeout=60)
 
     ask()

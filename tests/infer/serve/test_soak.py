@@ -2,11 +2,8 @@
 their answers: all others hear what they would hear offline, nothing is compiled after the warm-up,
 no page stays held, and memory stays flat."""
 
-from __future__ import annotations
-
 import asyncio
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,7 +12,6 @@ import pytest
 
 from benchmarks.load_client import Ask, ask_all
 from tests.infer.serve.running_server import running_server
-from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 CLIENTS = 12
@@ -26,12 +22,12 @@ GROWTH_ALLOWED = 0.05
 """Of the memory of the process, from the first quarter to the end."""
 
 
-def random_asks(count: int, vocab_size: int) -> list[Ask]:
+def random_asks(count, vocab_size):
     """Calls with random tokens of random lengths, short ones most often; some draw, some fill
     masks out of order."""
     rng = np.random.default_rng(0)
 
-    def length(most: int) -> int:
+    def length(most):
         return round(float(np.exp(rng.uniform(0, np.log(most)))))
 
     asks = []
@@ -49,11 +45,11 @@ def random_asks(count: int, vocab_size: int) -> list[Ask]:
     return asks
 
 
-def resident_bytes() -> int:
+def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def offline_answers(llm: LLM, asks: Sequence[Ask]) -> list[list[int]]:
+def offline_answers(llm, asks):
     prompts = [ask.fields["prompt"] for ask in asks]
     params = [{k: v for k, v in ask.fields.items() if k != "prompt"} for ask in asks]
     done = llm.generate(prompts, [SamplingParams(**one) for one in params])
@@ -61,7 +57,7 @@ def offline_answers(llm: LLM, asks: Sequence[Ask]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("requests", [60, pytest.param(1000, marks=pytest.mark.full)])
-def test_soak(requests: int, offline: LLM) -> None:
+def test_soak(requests, offline):
     engine = offline.engine
     asks = random_asks(requests, engine.config.vocab_size)
     expected = offline_answers(offline, asks)
@@ -87,7 +83,7 @@ def test_soak(requests: int, offline: LLM) -> None:
     assert memory[-1] <= memory[0] * (1 + GROWTH_ALLOWED)
 
 
-def test_calls_are_the_same_every_time_and_of_all_lengths() -> None:
+def test_calls_are_the_same_every_time_and_of_all_lengths():
     asks = random_asks(400, 100)
     assert asks[:20] == random_asks(20, 100)
     lengths = [len(ask.fields["prompt"]) for ask in asks]

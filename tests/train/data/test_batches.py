@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -33,16 +32,16 @@ SHAPE = (2, 8, 4)
 STEPS = StepRows(DATA, seed=3, shape=(2, 8))
 
 
-def expected(step: int) -> dict[str, np.ndarray]:
+def expected(step):
     return STEPS.read(step, range(8))
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Mesh:
+def mesh():
     return make_mesh({"data": 2, "fsdp": 2, "tensor": 2}, jax.devices()[:8])
 
 
-def test_batches_on_a_mesh_are_the_steps_of_the_order(mesh: Mesh) -> None:
+def test_batches_on_a_mesh_are_the_steps_of_the_order(mesh):
     sharding = batch_sharding(mesh)
     with TrainBatches(DATA, CONFIG, sharding, start=9) as batches:
         read = list(batches)
@@ -58,9 +57,7 @@ def test_batches_on_a_mesh_are_the_steps_of_the_order(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_every_host_reads_its_devices_rows_only_and_all_make_one_batch(
-    mesh: Mesh, hosts: int
-) -> None:
+def test_every_host_reads_its_devices_rows_only_and_all_make_one_batch(mesh, hosts):
     sharding = batch_sharding(mesh)
     devices = list(mesh.devices.flat)
     share = len(devices) // hosts
@@ -86,27 +83,25 @@ class HostOf:
 class OverHosts:
     """A sharding whose devices are two hosts', each the half of them."""
 
-    def __init__(self, sharding: jax.sharding.Sharding, devices: Sequence[jax.Device]):
+    def __init__(self, sharding, devices):
         half = len(devices) // 2
         self._real = sharding
         self._hosts = {device: HostOf(device, i // half) for i, device in enumerate(devices)}
         self.device_set = set(self._hosts.values())
 
-    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[HostOf, tuple[slice, ...]]:
+    def devices_indices_map(self, shape):
         real = self._real.devices_indices_map(shape)
         return {host: real[device] for device, host in self._hosts.items()}
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name):
         return getattr(self._real, name)
 
 
-def test_the_rows_of_each_host_are_told_by_file_and_number(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rows_of_each_host_are_told_by_file_and_number(mesh, monkeypatch):
     sharding = batch_sharding(mesh)
     wanted = expected(5)["tokens"][..., 0]
 
-    def told(files: dict[str, list[int]]) -> list[int]:
+    def told(files):
         return sorted(int(f.split()[1]) + n for f, numbers in files.items() for n in numbers)
 
     with TrainBatches(DATA, CONFIG, sharding, start=9) as batches:
@@ -119,12 +114,7 @@ def test_the_rows_of_each_host_are_told_by_file_and_number(
     assert told(second) == sorted(wanted[:, 4:].reshape(-1).tolist())
 
 
-def shards_of(
-    local: dict[str, np.ndarray],
-    rows: Sequence[int],
-    sharding: jax.sharding.Sharding,
-    own: Sequence[jax.Device],
-) -> dict[jax.Device, jax.Array]:
+def shards_of(local, rows, sharding, own):
     """What a host of these devices puts on each. The others' rows are not there to be read:
     here, on the one host there is, all of them are filled with nonsense."""
     full = {name: np.full(SHAPE, -1, array.dtype) for name, array in local.items()}
@@ -134,7 +124,7 @@ def shards_of(
     return {s.device: s.data for s in placed.addressable_shards if s.device in own}
 
 
-def test_rows_that_are_not_the_first_are_found(mesh: Mesh) -> None:
+def test_rows_that_are_not_the_first_are_found(mesh):
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     assert host_rows(place, SHAPE) == list(range(8))
     half = Mesh(np.array(jax.devices()[:2]), ("data",))
@@ -143,7 +133,7 @@ def test_rows_that_are_not_the_first_are_found(mesh: Mesh) -> None:
 
 
 @pytest.mark.full
-def test_worker_processes_read_the_same_batches() -> None:
+def test_worker_processes_read_the_same_batches():
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     config = TrainConfig(
         steps=6,
@@ -160,11 +150,11 @@ def test_worker_processes_read_the_same_batches() -> None:
 
 
 class BrokenRows(NumberedRows):
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index):
         raise InputError("rows-00000: row 7 cannot be read")
 
 
-def test_what_cannot_be_read_is_raised_where_the_batch_is_asked_for() -> None:
+def test_what_cannot_be_read_is_raised_where_the_batch_is_asked_for():
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with TrainBatches([(BrokenRows(40), 1.0)], CONFIG, place) as batches:
         for _ in range(2):
@@ -173,12 +163,12 @@ def test_what_cannot_be_read_is_raised_where_the_batch_is_asked_for() -> None:
 
 
 class SlowRows(NumberedRows):
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index):
         time.sleep(0.005)
         return super().__getitem__(index)
 
 
-def test_waiting_for_input_is_counted_and_closing_ends_the_reading() -> None:
+def test_waiting_for_input_is_counted_and_closing_ends_the_reading():
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     threads = threading.active_count()
     batches = TrainBatches([(SlowRows(40), 1.0)], CONFIG, place)

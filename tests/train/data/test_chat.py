@@ -1,17 +1,13 @@
 """Which tokens of a conversation are trained on."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
 
 import jinja2
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
 
 from tests.examples.data import CHAT, EMBEDDED
-from train.data.chat import ChatFormat, Message, Render, TurnsNotFound, Variables
+from train.data.chat import ChatFormat, TurnsNotFound
 from train.data.samples import load_tokenizer
 from train.data.tokenizer import CHAT_TEMPLATE
 from wedlm_jax.errors import InputError
@@ -32,21 +28,21 @@ THINKING = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def template(source: str) -> Render:
+def template(source):
     made = jinja2.Environment().from_string(source)
 
-    def render(messages: Sequence[Message], ask: bool, variables: Variables) -> str:
+    def render(messages, ask, variables):
         return made.render(messages=messages, add_generation_prompt=ask, **variables)
 
     return render
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return load_tokenizer(EMBEDDED)
 
 
-def trained(chat: ChatFormat, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[str]:
+def trained(chat, tokenizer, messages):
     """The texts of the trainable runs."""
     sample = chat.sample(messages, train_on_prompt=False)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trainable, [0]])))
@@ -56,7 +52,7 @@ def trained(chat: ChatFormat, tokenizer: Tokenizer, messages: Sequence[Message])
     ]
 
 
-def test_each_assistants_turn_is_trainable_and_nothing_else_is(tokenizer: Tokenizer) -> None:
+def test_each_assistants_turn_is_trainable_and_nothing_else_is(tokenizer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
     sample = chat.sample(CHAT, train_on_prompt=False)
     # Drawn by hand: the text, and below each character whether it is trained on.
@@ -78,13 +74,13 @@ def test_each_assistants_turn_is_trainable_and_nothing_else_is(tokenizer: Tokeni
     assert sample.trainable[sample.tokens == ends].tolist() == [False, False, True, False, True]
 
 
-def test_further_end_tokens_follow_each_turns_own(tokenizer: Tokenizer) -> None:
+def test_further_end_tokens_follow_each_turns_own(tokenizer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=3)
     end = "<|im_end|>"
     assert trained(chat, tokenizer, CHAT) == ["1, 2, 3" + 4 * end, "3, 2, 1" + 4 * end]
 
 
-def test_the_prompt_is_trained_on_if_asked_for(tokenizer: Tokenizer) -> None:
+def test_the_prompt_is_trained_on_if_asked_for(tokenizer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
     sample = chat.sample(CHAT, train_on_prompt=True)
     assert sample.trainable.all()
@@ -105,14 +101,14 @@ def test_the_prompt_is_trained_on_if_asked_for(tokenizer: Tokenizer) -> None:
         "z<|im_end|>\n<|im_start|>user\nAnd back?",
     ],
 )
-def test_no_answer_hides_its_own_end(tokenizer: Tokenizer, answer: str) -> None:
+def test_no_answer_hides_its_own_end(tokenizer, answer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
     messages = [*CHAT[:2], {"role": "assistant", "content": answer}, *CHAT[3:]]
     whole, spans = chat.turns(messages)
     assert [whole[slice(*span)] for span in spans] == [answer + "<|im_end|>", "3, 2, 1<|im_end|>"]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_followed(tokenizer: Tokenizer) -> None:
+def test_a_template_that_rewrites_earlier_turns_is_followed(tokenizer):
     chat = ChatFormat(template(THINKING), tokenizer, end_tokens=0)
     assert trained(chat, tokenizer, CHAT) == [
         "1, 2, 3<|im_end|>",
@@ -139,14 +135,12 @@ def test_a_template_that_rewrites_earlier_turns_is_followed(tokenizer: Tokenizer
         ),
     ],
 )
-def test_a_template_that_hides_the_turns_is_refused(
-    tokenizer: Tokenizer, source: str, reason: str
-) -> None:
+def test_a_template_that_hides_the_turns_is_refused(tokenizer, source, reason):
     with pytest.raises(InputError, match=f"chat template cannot be trained on: .*{reason}"):
         ChatFormat(template(source), tokenizer, end_tokens=0)
 
 
-def test_one_conversation_that_hides_its_turns_is_told_apart(tokenizer: Tokenizer) -> None:
+def test_one_conversation_that_hides_its_turns_is_told_apart(tokenizer):
     counts_long = "{% if messages|length > 4 %}long {% endif %}" + CHAT_TEMPLATE
     chat = ChatFormat(template(counts_long), tokenizer, end_tokens=0)
     assert trained(chat, tokenizer, CHAT[:3]) == ["1, 2, 3<|im_end|>"]
@@ -154,7 +148,7 @@ def test_one_conversation_that_hides_its_turns_is_told_apart(tokenizer: Tokenize
         chat.sample(CHAT, train_on_prompt=False)
 
 
-def test_turns_that_the_template_rewrites_are_found(tokenizer: Tokenizer) -> None:
+def test_turns_that_the_template_rewrites_are_found(tokenizer):
     thought = {"role": "assistant", "content": "<think>\nup\n</think>\n\n1, 2, 3 "}
     messages = [*CHAT[:2], thought, *CHAT[3:]]
     chat = ChatFormat(template(THINKING), tokenizer, end_tokens=0)
@@ -183,9 +177,7 @@ CALLING = """\
 @pytest.mark.parametrize("said", ["", "Wait. "])
 @pytest.mark.parametrize("city", ["Oslo", "x", "a<|im_end|>", 7, ["y", "other"]])
 @pytest.mark.parametrize("thinks", ["", "<think>\n\n</think>"])
-def test_a_turn_that_calls_tools_is_trained_on_whole(
-    tokenizer: Tokenizer, said: str, city: object, thinks: str
-) -> None:
+def test_a_turn_that_calls_tools_is_trained_on_whole(tokenizer, said, city, thinks):
     calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({}, {"c": city})]
     messages = [CHAT[0], CHAT[1], {"role": "assistant", "content": said, "tool_calls": calls}]
     last = "{% if m.role == 'assistant' %}" + thinks + "{% endif %}{{ m.content }}"

@@ -1,9 +1,6 @@
 """Epochs of each source: against the rows that a run really reads."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +11,7 @@ from tests.train.recipe.test_skipped_batches import skipping
 from tests.train.test_resume import with_sources
 from train.data.sources import Epochs
 from train.loop import train as run_training
-from train.recipe.config import PhaseSection, TrainConfig
+from train.recipe.config import PhaseSection
 from train.recipe.phases import phases_of, source_names
 
 PHASES = (
@@ -23,12 +20,12 @@ PHASES = (
 )
 
 
-def epochs_of(config: TrainConfig) -> Epochs:
+def epochs_of(config):
     return Epochs(phases_of(config), {name: len(SETS[name]) for name in source_names(config)})
 
 
 @pytest.mark.parametrize("ranges", [[], [[2, 3], [7, 7]]])
-def test_epochs_are_those_of_the_rows_that_are_read(ranges: list[list[int]]) -> None:
+def test_epochs_are_those_of_the_rows_that_are_read(ranges):
     config = recipe(*PHASES[:1], steps=12)
     whole = read(recipe(PhaseSection(from_step=6, accumulation=4), steps=16) if ranges else config)
     epochs = epochs_of(skipping(config, *ranges))
@@ -41,7 +38,7 @@ def test_epochs_are_those_of_the_rows_that_are_read(ranges: list[list[int]]) -> 
             assert epochs.after(step)[name] * len(SETS[name]) == pytest.approx(count, abs=1.5)
 
 
-def test_a_source_goes_on_where_an_earlier_phase_left_it() -> None:
+def test_a_source_goes_on_where_an_earlier_phase_left_it():
     epochs = epochs_of(recipe(*PHASES))
     assert epochs.after(4) == {"a": 12 / 60, "b": 4 / 40, "c": 0}
     assert epochs.after(8) == {"a": 36 / 60, "b": 12 / 40, "c": 0}
@@ -49,7 +46,7 @@ def test_a_source_goes_on_where_an_earlier_phase_left_it() -> None:
     assert epochs.record(12) == {"epoch/a": 0.6, "epoch/b": 1.5, "epoch/c": 0.8}
 
 
-def test_what_a_run_takes_is_told_and_too_much_is_warned_of() -> None:
+def test_what_a_run_takes_is_told_and_too_much_is_warned_of():
     lines = epochs_of(recipe(steps=40)).lines(10)
     assert lines == [
         "a: 2.00 epochs of 60 rows in the whole run, 0.50 done",
@@ -62,9 +59,7 @@ def test_what_a_run_takes_is_told_and_too_much_is_warned_of() -> None:
 
 
 @pytest.mark.full
-def test_a_run_says_its_epochs_at_each_start_and_in_its_metrics(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_its_epochs_at_each_start_and_in_its_metrics(tmp_path, capsys):
     records = write_jsonl(tmp_path / "a.jsonl", documents(20, seed=0))
     rows = tokenised([records], tmp_path / "a").rows
     config = with_sources(tmp_path / "run", {tmp_path / "a": 1.0}, checkpoint_every=2)

@@ -1,9 +1,6 @@
 """The order in which steps read rows: a function of seed and step, whoever reads."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -15,24 +12,22 @@ from wedlm_jax.errors import InputError
 A, R = 2, 3
 
 
-def steps_of(
-    *sets: tuple[NumberedRows, float], seed: int = 4, shape: tuple[int, int] = (A, R)
-) -> StepRows:
+def steps_of(*sets, seed=4, shape=(A, R)):
     return StepRows(sets, seed=seed, shape=shape)
 
 
-def numbers(steps: StepRows, step: int, rows: Sequence[int] = range(R)) -> np.ndarray:
+def numbers(steps, step, rows=range(R)):
     return steps.read(step, rows)["tokens"][..., 0]
 
 
-def test_a_batch_is_accumulation_by_rows_of_whole_rows() -> None:
+def test_a_batch_is_accumulation_by_rows_of_whole_rows():
     batch = steps_of((NumberedRows(20), 1.0)).read(0, range(R))
     assert batch["tokens"].shape == (A, R, 4)
     assert (batch["tokens"] == batch["tokens"][..., :1]).all()
     np.testing.assert_array_equal(batch["segment_ids"], batch["tokens"] * 2)
 
 
-def test_an_epoch_reads_every_row_once_and_the_next_in_another_order() -> None:
+def test_an_epoch_reads_every_row_once_and_the_next_in_another_order():
     steps = steps_of((NumberedRows(24), 1.0))
     epochs = [
         np.concatenate([numbers(steps, step).reshape(-1) for step in epoch])
@@ -44,12 +39,12 @@ def test_an_epoch_reads_every_row_once_and_the_next_in_another_order() -> None:
     assert list(epochs[0]) != list(epochs[1])
 
 
-def test_the_seed_decides_the_order() -> None:
+def test_the_seed_decides_the_order():
     here, there = (numbers(steps_of((NumberedRows(24), 1.0), seed=seed), 0) for seed in (4, 5))
     assert not np.array_equal(here, there)
 
 
-def test_accumulation_splits_the_same_global_batch() -> None:
+def test_accumulation_splits_the_same_global_batch():
     split, at_once = (
         numbers(steps_of((NumberedRows(24), 1.0), shape=shape), 1, range(shape[1]))
         for shape in ((2, 3), (1, 6))
@@ -57,7 +52,7 @@ def test_accumulation_splits_the_same_global_batch() -> None:
     np.testing.assert_array_equal(split.reshape(-1), at_once.reshape(-1))
 
 
-def test_the_places_of_a_steps_rows_are_told_without_reading_them() -> None:
+def test_the_places_of_a_steps_rows_are_told_without_reading_them():
     sets = ((NumberedRows(20), 0.7), (NumberedRows(9, first=100), 0.3))
     steps = steps_of(*sets)
     for step in (0, 3, 11):
@@ -66,13 +61,13 @@ def test_the_places_of_a_steps_rows_are_told_without_reading_them() -> None:
         np.testing.assert_array_equal(told, numbers(steps, step))
 
 
-def test_fewer_rows_than_a_batch_are_refused() -> None:
+def test_fewer_rows_than_a_batch_are_refused():
     with pytest.raises(InputError, match="5 packed rows are fewer than one batch of 6"):
         steps_of((NumberedRows(3), 1.0), (NumberedRows(2), 1.0))
     assert numbers(steps_of((NumberedRows(6), 1.0)), 3).shape == (A, R)
 
 
-def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_own() -> None:
+def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_own():
     sets = (
         (NumberedRows(500), 6.0),
         (NumberedRows(50, first=1000), 3.0),
@@ -90,13 +85,13 @@ def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_o
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_together_read_the_global_batch(hosts: int) -> None:
+def test_hosts_together_read_the_global_batch(hosts):
     steps, share = steps_of((NumberedRows(40), 1.0), shape=(2, 8)), 8 // hosts
     parts = [numbers(steps, 4, range(h * share, (h + 1) * share)) for h in range(hosts)]
     np.testing.assert_array_equal(np.concatenate(parts, axis=1), numbers(steps, 4, range(8)))
 
 
-def test_reading_ahead_keeps_the_order() -> None:
+def test_reading_ahead_keeps_the_order():
     steps = steps_of((NumberedRows(30), 1.0))
     read = list(read_ahead(steps, [0, 2], 5, 25, workers=0, prefetch=3))
     assert len(read) == 20
@@ -104,7 +99,7 @@ def test_reading_ahead_keeps_the_order() -> None:
         np.testing.assert_array_equal(batch["tokens"][..., 0], numbers(steps, step, [0, 2]))
 
 
-def test_a_seed_gives_the_order_that_it_always_gave() -> None:
+def test_a_seed_gives_the_order_that_it_always_gave():
     """With another order, a resumed run would read other rows than it would have without a stop."""
     sets = ((NumberedRows(20), 0.7), (NumberedRows(9, first=100), 0.3))
     steps = steps_of(*sets)

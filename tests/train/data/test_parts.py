@@ -1,7 +1,5 @@
 """A job in parts: resumed, shared by hosts, and the same in the end."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from wedlm_jax.host.processes import Host
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def inputs(tmp_path, monkeypatch):
     """Three files, a part each; the last has a malformed record, which the second has, too."""
     monkeypatch.setattr(train.data.parts, "PART_BYTES", 1)
     monkeypatch.setattr(train.data.parts, "POLL_S", 0.01)
@@ -31,16 +29,16 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 class Dies(Silent):
     """Ends the job when so many bytes are read."""
 
-    def __init__(self, after: int):
+    def __init__(self, after):
         self.after = after
 
-    def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None:
+    def progress(self, bytes_read, bytes_total, tokens):
         assert bytes_read <= bytes_total
         if bytes_read > self.after:
             raise KeyboardInterrupt
 
 
-def test_a_job_goes_on_with_the_parts_that_are_made(inputs: list[Path], tmp_path: Path) -> None:
+def test_a_job_goes_on_with_the_parts_that_are_made(inputs, tmp_path):
     tokenised(inputs, tmp_path / "whole", shard_rows=4)
     job = options(inputs, tmp_path / "rows", shard_rows=4)
     with pytest.raises(KeyboardInterrupt):
@@ -68,15 +66,13 @@ def test_a_job_goes_on_with_the_parts_that_are_made(inputs: list[Path], tmp_path
     assert len(manifest.shards) > 3
 
 
-def test_a_kill_while_the_parts_are_put_together_costs_nothing(
-    inputs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_the_parts_are_put_together_costs_nothing(inputs, tmp_path, monkeypatch):
     tokenised(inputs, tmp_path / "whole")
     real = train.data.parts.os.rename
     for dies_at in (2, 4):  # among the shards, and at the last rename of all
         calls = 0
 
-        def rename(*names: object, dies_at: int = dies_at) -> None:
+        def rename(*names, dies_at=dies_at):
             nonlocal calls
             calls += any("rows" in Path(str(name)).name for name in names)
             if calls == dies_at:
@@ -93,9 +89,7 @@ def test_a_kill_while_the_parts_are_put_together_costs_nothing(
         assert contents(output) == contents(tmp_path / "whole")
 
 
-def test_hosts_share_the_parts_and_the_first_puts_them_together(
-    inputs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hosts_share_the_parts_and_the_first_puts_them_together(inputs, tmp_path, capsys):
     tokenised(inputs, tmp_path / "whole")
     jobs = [options(inputs, tmp_path / "rows", host=Host(index, 2)) for index in (0, 1)]
     first = threading.Thread(target=tokenise, args=(jobs[0], Silent()))
@@ -108,7 +102,7 @@ def test_hosts_share_the_parts_and_the_first_puts_them_together(
     assert contents(tmp_path / "rows") == contents(tmp_path / "whole")
 
 
-def test_small_files_are_one_part(tmp_path: Path) -> None:
+def test_small_files_are_one_part(tmp_path):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", documents(2)) for name in "abc"]
     files = train.data.chunks.find_input([str(path) for path in paths]).files
     assert train.data.parts.cut_into_parts(files) == [list(files)]

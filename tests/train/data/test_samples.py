@@ -1,14 +1,10 @@
 """Records of every kind and of every wrong kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json
 import shutil
 import sys
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,34 +12,31 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 import wedlm_jax.records.jsonl
 from tests.examples.data import CHAT, EMBEDDED, ROW, write_jsonl
-from train.data.chunks import Malformed, RecordChunk, chunks, find_input, records
+from train.data.chunks import chunks, find_input, records
 from train.data.samples import SampleMaker, SampleOptions, load_tokenizer
 from wedlm_jax.errors import InputError
-from wedlm_jax.packing import TokenisedSample
 
 MAKER = SampleMaker(SampleOptions(str(EMBEDDED), ROW))
 END = MAKER.tokenizer.token_to_id("<|endoftext|>")
 
 
-def chunks_of(path: Path) -> list[RecordChunk]:
+def chunks_of(path):
     (file,) = find_input([str(path)]).files
     return list(chunks(file))
 
 
-def made_of(
-    path: Path, maker: SampleMaker = MAKER
-) -> tuple[list[TokenisedSample], list[Malformed], int]:
+def made_of(path, maker=MAKER):
     results = [maker.make(chunk) for chunk in chunks_of(path)]
     samples = [sample for result in results for sample in result.samples]
     malformed = [what for result in results for what in result.malformed]
     return samples, malformed, sum(result.records for result in results)
 
 
-def ids(text: str) -> list[int]:
+def ids(text):
     return MAKER.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_a_document_ends_with_the_end_of_text_and_is_trained_on_whole(tmp_path: Path) -> None:
+def test_a_document_ends_with_the_end_of_text_and_is_trained_on_whole(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "Count to 3."}, {"text": "1\n2", "id": 4}])
     samples, malformed, records = made_of(path)
     assert [sample.tokens.tolist() for sample in samples] == [
@@ -54,7 +47,7 @@ def test_a_document_ends_with_the_end_of_text_and_is_trained_on_whole(tmp_path: 
     assert (malformed, records) == ([], 2)
 
 
-def test_a_text_file_is_one_document_and_a_long_one_is_cut_into_rows(tmp_path: Path) -> None:
+def test_a_text_file_is_one_document_and_a_long_one_is_cut_into_rows(tmp_path):
     text = "\ufeff" + "one two three four five six\n" * 60
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     samples, malformed, records = made_of(tmp_path / "a.txt")
@@ -65,7 +58,7 @@ def test_a_text_file_is_one_document_and_a_long_one_is_cut_into_rows(tmp_path: P
     assert (malformed, records) == ([], 1)
 
 
-def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path: Path) -> None:
+def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl",
         [{"token_ids": list(range(200))}, {"token_ids": [5, 6, 7], "trainable": [False, True, 1]}],
@@ -77,7 +70,7 @@ def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path: 
     assert not malformed
 
 
-def test_a_jobs_results_are_prompts_and_what_was_decoded(tmp_path: Path) -> None:
+def test_a_jobs_results_are_prompts_and_what_was_decoded(tmp_path):
     result = {"id": 1, "text": "x", "token_ids": [8, 9], "prompt_token_ids": [5, 6, 7]}
     many = {**result, "samples": [{"token_ids": [8, 9]}, {"token_ids": [4]}]}
     bad = [
@@ -119,7 +112,7 @@ WITH_TOOLS = """\
 
 
 @pytest.fixture(scope="module")
-def with_tools(tmp_path_factory: pytest.TempPathFactory) -> SampleMaker:
+def with_tools(tmp_path_factory):
     """Makes samples with a template that writes tools."""
     folder = tmp_path_factory.mktemp("tokenizer")
     for path in EMBEDDED.glob("*token*"):
@@ -131,7 +124,7 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> SampleMaker:
 @pytest.mark.parametrize(
     "record", [{"messages": TURNS}, {"conversations": SHAREGPT}], ids=["messages", "sharegpt"]
 )
-def test_a_system_message_beside_a_conversation_is_its_first(tmp_path: Path, record: dict) -> None:
+def test_a_system_message_beside_a_conversation_is_its_first(tmp_path, record):
     records = [
         {"messages": [SYSTEM, *TURNS]},
         {**record, "system": "Be brief."},
@@ -150,9 +143,7 @@ def test_a_system_message_beside_a_conversation_is_its_first(tmp_path: Path, rec
     ]
 
 
-def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(
-    tmp_path: Path, with_tools: SampleMaker
-) -> None:
+def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(tmp_path, with_tools):
     records = [
         {"messages": TURNS},
         {"messages": TURNS, "tools": TOOLS},
@@ -186,9 +177,7 @@ def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(
     assert [(what.line, what.reason) for what in malformed] == [(2, reason)]
 
 
-def test_a_variable_of_the_template_changes_the_text(
-    tmp_path: Path, with_tools: SampleMaker
-) -> None:
+def test_a_variable_of_the_template_changes_the_text(tmp_path, with_tools):
     folder = tmp_path / "tokenizer"
     shutil.copytree(with_tools.options.tokenizer, folder)
     (folder / "chat_template.jinja").write_text("{{ mood | default('') }}" + WITH_TOOLS)
@@ -199,13 +188,11 @@ def test_a_variable_of_the_template_changes_the_text(
     assert (moody, malformed) == ("two" + plain, [])
 
 
-def unread_of(path: Path) -> list[dict[str, int]]:
+def unread_of(path):
     return [MAKER.make(chunk).unread for chunk in chunks_of(path)]
 
 
-def test_a_key_that_nothing_reads_is_counted_and_one_that_matters_is_not_dropped(
-    tmp_path: Path,
-) -> None:
+def test_a_key_that_nothing_reads_is_counted_and_one_that_matters_is_not_dropped(tmp_path):
     noted = [{**turn, "note": 1} for turn in SHAREGPT]
     records = [
         {"text": "a", "id": 1},
@@ -235,7 +222,7 @@ def test_a_key_that_nothing_reads_is_counted_and_one_that_matters_is_not_dropped
 
 
 LONG_CHAT = [*CHAT[:2], {"role": "assistant", "content": "one two " * ROW}]
-RECORDS: list[tuple[Any, str]] = [
+RECORDS = [
     ({}, "missing key"),
     ({"prompt": "a"}, "missing key"),
     ({"text": "a", "messages": CHAT}, "several formats"),
@@ -265,9 +252,7 @@ RECORDS: list[tuple[Any, str]] = [
 ]
 
 
-def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(
-    tmp_path: Path,
-) -> None:
+def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(tmp_path):
     good = {"token_ids": [1, 2, 3]}
     path = write_jsonl(tmp_path / "a.jsonl", [r for record, _ in RECORDS for r in (record, good)])
     samples, malformed, records = made_of(path)
@@ -278,9 +263,7 @@ def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(
     assert records == 2 * len(RECORDS)
 
 
-def test_lines_that_are_no_json_or_no_text_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_that_are_no_json_or_no_text_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(wedlm_jax.records.jsonl, "LARGEST_LINE", 3000)
     lines = [
         b"\xef\xbb\xbf" + b'{"text": "with a mark"}',
@@ -311,7 +294,7 @@ def test_lines_that_are_no_json_or_no_text_are_named(
     assert str(malformed[0]).startswith(f"{tmp_path / 'a.jsonl'}:2: not JSON (")
 
 
-def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path):
     packed = gzip.compress(b'{"token_ids": [1]}\n' * 5000)
     contents = {
         "empty.jsonl": (b"", "the file is empty"),
@@ -331,7 +314,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         ]
 
 
-def test_compressed_lines_and_records_of_a_file_are_read_alike(tmp_path: Path) -> None:
+def test_compressed_lines_and_records_of_a_file_are_read_alike(tmp_path):
     lines = [json.dumps({"token_ids": [n % 50, 1]}).encode() for n in range(1300)]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines)))
     writer = ArrayRecordWriter(str(tmp_path / "a.arrayrecord"), "group_size:1")
@@ -346,7 +329,7 @@ def test_compressed_lines_and_records_of_a_file_are_read_alike(tmp_path: Path) -
         assert sum(chunk.bytes_read for chunk in chunks_of(tmp_path / name)) == size
 
 
-def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path: Path) -> None:
+def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -365,7 +348,7 @@ def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path: Path) -> Non
     assert [what.reason for what in made_of(tmp_path / "b.parquet")[1]] == ["not a Parquet file"]
 
 
-def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path: Path) -> None:
+def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -421,7 +404,7 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path: Path) -> None:
     )
 
 
-def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path: Path) -> None:
+def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path):
     maker = SampleMaker(SampleOptions(str(EMBEDDED), ROW, format="tokens"))
     path = write_jsonl(
         tmp_path / "a.jsonl", [{"text": "a", "token_ids": [1]}, {"text": "a"}, {"messages": CHAT}]
@@ -431,7 +414,7 @@ def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path: Path) -> None:
     assert [what.reason for what in malformed] == ["missing key", "missing key"]
 
 
-def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no tokenizer\.json in this folder"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -442,7 +425,7 @@ def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path: Path) -> None:
         made_of(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), SampleMaker(options))
 
 
-def test_sharegpt_conversations_are_the_same_conversations(tmp_path: Path) -> None:
+def test_sharegpt_conversations_are_the_same_conversations(tmp_path):
     speakers = {"system": "system", "user": "human", "assistant": "gpt"}
     turns = [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in CHAT]
     records = [
@@ -472,9 +455,7 @@ def test_sharegpt_conversations_are_the_same_conversations(tmp_path: Path) -> No
     assert len(made_of(path, chats)[0]) == 2
 
 
-def test_a_dataset_of_hugging_face_is_read_as_its_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dataset_of_hugging_face_is_read_as_its_records(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = [{"text": f"Count to {i}.", "id": i} for i in range(40)]
     rows += [{"text": None, "id": 40}]
@@ -519,7 +500,7 @@ PAIR_RECORDS = [
 ]
 
 
-def test_a_prompt_and_its_completion_are_two_turns_of_the_template(tmp_path: Path) -> None:
+def test_a_prompt_and_its_completion_are_two_turns_of_the_template(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS)
     said = {"role": "assistant", "content": "1, 2, 3"}
     chats = [
@@ -548,9 +529,7 @@ def test_a_prompt_and_its_completion_are_two_turns_of_the_template(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("on_prompt", "ends"), [(False, 1), (True, 3)])
-def test_a_pair_is_plain_text_without_a_template(
-    tmp_path: Path, on_prompt: bool, ends: int
-) -> None:
+def test_a_pair_is_plain_text_without_a_template(tmp_path, on_prompt, ends):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     shutil.copy(EMBEDDED / "tokenizer.json", folder)
@@ -574,13 +553,13 @@ def test_a_pair_is_plain_text_without_a_template(
     assert [(what.line, what.reason) for what in malformed] == [(5, "unused key")]
 
 
-def test_a_prompt_beside_messages_is_not_a_pair(tmp_path: Path) -> None:
+def test_a_prompt_beside_messages_is_not_a_pair(tmp_path):
     records = [{"prompt": "a", "messages": CHAT}, {"text": "a", "output": "b", "input": "c"}]
     samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records))
     assert (len(samples), malformed) == (2, [])
 
 
-def test_pairs_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
+def test_pairs_of_a_table_are_those_of_lines(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(PAIR_RECORDS[1:4]), tmp_path / "a.parquet")
@@ -590,7 +569,7 @@ def test_pairs_of_a_table_are_those_of_lines(tmp_path: Path) -> None:
     assert not malformed
 
 
-def test_a_role_that_no_template_knows_leaves_the_record_out(tmp_path: Path) -> None:
+def test_a_role_that_no_template_knows_leaves_the_record_out(tmp_path):
     wrong = [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [*CHAT, *wrong]}])
     samples, malformed, _ = made_of(path)

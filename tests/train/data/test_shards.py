@@ -1,7 +1,5 @@
 """Packed rows on disk: what is written is read, and what is damaged is named."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -34,7 +32,7 @@ SIZES = {"row_length": 64, "block_size": 8, "pad_token_id": 3}
 
 
 @given(st.lists(st.integers(1, 16), min_size=1, max_size=4), st.integers(0, 2**31))
-def test_a_row_comes_back_as_it_was_packed(sizes: list[int], seed: int) -> None:
+def test_a_row_comes_back_as_it_was_packed(sizes, seed):
     random = np.random.default_rng(seed)
     samples = [
         TokenisedSample(random.integers(0, 2**31 - 1, n).astype(np.int32), random.random(n) < 0.5)
@@ -52,35 +50,35 @@ def test_a_row_comes_back_as_it_was_packed(sizes: list[int], seed: int) -> None:
     "record",
     [b"", b"\1\0\0", b"\0\0\0\0", b"\xff\xff\xff\xff" + bytes(40), b"\1\0\0\0\2\0\0\0" + bytes(4)],
 )
-def test_bytes_that_are_no_row_are_refused(record: bytes) -> None:
+def test_bytes_that_are_no_row_are_refused(record):
     with pytest.raises(ValueError):  # noqa: PT011 - of whatever text; the reader names the row
         decode_row(record, **SIZES)
 
 
-def test_a_row_of_another_length_is_refused() -> None:
+def test_a_row_of_another_length_is_refused():
     sample = TokenisedSample(np.arange(65, dtype=np.int32), np.ones(65, bool))
     with pytest.raises(ValueError, match="1 samples take 72 tokens of 64"):
         decode_row(encode_row([sample]), **SIZES)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", documents(40))
     tokenised([path], tmp_path / "rows", shard_rows=15)
     return tmp_path / "rows"
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
 
 
-def recipe(sources: dict[str, float], **changes: int) -> TrainConfig:
+def recipe(sources, **changes):
     fields = {"steps": 5, "rows": 4, "row_length": ROW, "block_size": BLOCK, **changes}
     return TrainConfig(data=DataSection(sources=sources), **fields)  # type: ignore[arg-type]
 
 
-def test_a_damaged_row_is_named_when_it_is_read(folder: Path) -> None:
+def test_a_damaged_row_is_named_when_it_is_read(folder):
     manifest = read_manifest(folder)
     shard = folder / manifest.shards[1].file
     content = bytearray(shard.read_bytes())
@@ -92,7 +90,7 @@ def test_a_damaged_row_is_named_when_it_is_read(folder: Path) -> None:
         _ = [rows[number] for number in range(15, len(rows))]
 
 
-def test_the_place_of_a_row_is_its_shard_and_its_number_there(folder: Path) -> None:
+def test_the_place_of_a_row_is_its_shard_and_its_number_there(folder):
     manifest = read_manifest(folder)
     rows = ShardRows(folder, manifest, 0)
     assert len(manifest.shards) > 1
@@ -104,7 +102,7 @@ def test_the_place_of_a_row_is_its_shard_and_its_number_there(folder: Path) -> N
     assert rows.place(15) == (str(folder / manifest.shards[1].file), 0)
 
 
-def test_a_folder_that_is_not_whole_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path):
     with pytest.raises(
         InputError, match=r"no dataset\.json in this folder; `wedlm tokenize` makes one"
     ):
@@ -128,9 +126,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(folder: Path, tmp_path: P
             read_manifest(folder)
 
 
-def test_rows_of_other_sizes_or_of_another_tokenizer_are_refused(
-    folder: Path, tokenizer: Tokenizer
-) -> None:
+def test_rows_of_other_sizes_or_of_another_tokenizer_are_refused(folder, tokenizer):
     sources = {str(folder): 1.0}
     with pytest.raises(
         InputError,
@@ -144,9 +140,7 @@ def test_rows_of_other_sizes_or_of_another_tokenizer_are_refused(
         open_sources(recipe(sources), train_tokenizer(texts, 300), 0)
 
 
-def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(
-    tokenizer: Tokenizer, tmp_path: Path
-) -> None:
+def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(tokenizer, tmp_path):
     content = json.loads((EMBEDDED / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=7, sort_keys=True))
     same = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -157,9 +151,7 @@ def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
 
 
-def test_a_run_reads_its_sources_by_weight(
-    folder: Path, tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_reads_its_sources_by_weight(folder, tokenizer, tmp_path, capsys):
     import jax
 
     counted = write_jsonl(tmp_path / "ones.jsonl", [{"token_ids": [7] * 100}] * 30)
@@ -196,7 +188,7 @@ def test_a_run_reads_its_sources_by_weight(
     assert int(read[0].positions.max()) <= ROW
 
 
-def test_weights_and_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_weights_and_settings_that_make_no_sense_are_refused(tmp_path):
     path = tmp_path / "recipe.yaml"
     for data, sentence in (
         ("{sources: {a: 0}, tokenizer: t}", "the share of a must be above 0, not 0"),
@@ -212,7 +204,7 @@ def test_weights_and_settings_that_make_no_sense_are_refused(tmp_path: Path) -> 
     assert load_config(path).data.sources == {"a": 1.0, "b": 0.5}
 
 
-def test_a_file_of_records_is_to_be_tokenised_first(tmp_path: Path) -> None:
+def test_a_file_of_records_is_to_be_tokenised_first(tmp_path):
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"text": "a"}')
     with pytest.raises(InputError, match=r"chats.jsonl: is a file; run `wedlm tokenize --input "):

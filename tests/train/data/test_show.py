@@ -1,9 +1,5 @@
 """`wedlm rows`: what a packed row says."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from tests.examples.data import CHAT, EMBEDDED, tokenised, write_jsonl
@@ -12,16 +8,14 @@ from wedlm_jax.__main__ import main
 
 
 @pytest.fixture(scope="module")
-def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shard(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     records = [{"text": "A text of its own."}, {"messages": CHAT}]
     tokenised([write_jsonl(folder / "a.jsonl", records)], folder / "rows")
     return folder / "rows" / read_manifest(folder / "rows").shards[0].file
 
 
-def test_the_samples_of_a_row_are_told_with_their_text(
-    shard: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_samples_of_a_row_are_told_with_their_text(shard, capsys):
     assert main(["rows", str(shard), "0", "--tokenizer", str(EMBEDDED)]) == 0
     said = capsys.readouterr().out
     assert "== row 0, sample 1 of 2: " in said
@@ -37,14 +31,7 @@ def test_the_samples_of_a_row_are_told_with_their_text(
         ("", "7", "no row 7; it has rows 0 to 0"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(
-    shard: Path,
-    tmp_path: Path,
-    file: str,
-    row: str,
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_not_there_is_one_sentence(shard, tmp_path, file, row, sentence, capsys):
     (tmp_path / "text.arrayrecord").write_text("not rows")
     path = tmp_path / file if file else shard
     assert main(["rows", str(path), row, "--tokenizer", str(EMBEDDED)]) == 2

@@ -1,10 +1,7 @@
 """A tokenizer spells any text and keeps its special tokens whole; `wedlm tokenizer` makes one."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -21,12 +18,12 @@ from wedlm_jax.text import TextCodec
 VOCAB_SIZE = 400
 
 
-def corpus_texts() -> list[str]:
+def corpus_texts():
     return [f"{s.prompt}\n{s.answer}\n" for s in islice(generate(3, 300, split="train"), 300)]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return train_tokenizer(corpus_texts(), VOCAB_SIZE)
 
 
@@ -34,14 +31,14 @@ def tokenizer() -> Tokenizer:
 @example(text="  two  spaces \n\n\ttab\r\n trailing ")
 @example(text="naïve café 日本語 🙂 e\u0301 \x00")
 @example(text="12 + 30 = 42, 7 x 6 = 42.")
-def test_any_text_round_trips(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert all(0 <= i < VOCAB_SIZE for i in ids)
 
 
 @pytest.mark.parametrize("token", SPECIAL_TOKENS)
-def test_a_special_token_is_one_token_anywhere(tokenizer: Tokenizer, token: str) -> None:
+def test_a_special_token_is_one_token_anywhere(tokenizer, token):
     number = SPECIAL_TOKENS.index(token)
     assert tokenizer.token_to_id(token) == number
     assert tokenizer.encode(token).ids == [number]
@@ -50,14 +47,14 @@ def test_a_special_token_is_one_token_anywhere(tokenizer: Tokenizer, token: str)
     assert tokenizer.decode([number]) == ""
 
 
-def test_vocabulary_has_the_size_asked_for_and_every_byte(tokenizer: Tokenizer) -> None:
+def test_vocabulary_has_the_size_asked_for_and_every_byte(tokenizer):
     assert tokenizer.get_vocab_size() == VOCAB_SIZE
     assert set(tokenizer.get_vocab().values()) == set(range(VOCAB_SIZE))
     # Bytes that no training text holds are still one token each.
     assert len(tokenizer.encode("\u0378").ids) == 2
 
 
-def test_a_number_is_the_same_token_after_a_word_a_sign_and_a_line_end() -> None:
+def test_a_number_is_the_same_token_after_a_word_a_sign_and_a_line_end():
     counting = [", ".join(map(str, range(100)))] * 3
     tokenizer = train_tokenizer(counting, VOCAB_SIZE)
     assert tokenizer.encode("12").tokens == ["12"]
@@ -65,16 +62,16 @@ def test_a_number_is_the_same_token_after_a_word_a_sign_and_a_line_end() -> None
         assert [t for t in tokenizer.encode(text).tokens if "2" in t] == ["12"], text
 
 
-def test_no_token_has_more_than_three_digits() -> None:
+def test_no_token_has_more_than_three_digits():
     tokenizer = train_tokenizer(["12345678 12345678"] * 9, VOCAB_SIZE)
     assert tokenizer.encode("12345678").tokens == ["123", "456", "78"]
 
 
-def test_training_twice_gives_the_same_tokenizer(tokenizer: Tokenizer) -> None:
+def test_training_twice_gives_the_same_tokenizer(tokenizer):
     assert train_tokenizer(corpus_texts(), VOCAB_SIZE).to_str() == tokenizer.to_str()
 
 
-def test_saved_folder_is_read_by_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_saved_folder_is_read_by_transformers(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path / "new" / "folder")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
     assert loaded.eos_token == "<|im_end|>"
@@ -91,7 +88,7 @@ def test_saved_folder_is_read_by_transformers(tokenizer: Tokenizer, tmp_path: Pa
 TURNS = [{"role": "user", "content": "ping ping"}, {"role": "assistant", "content": "pong pong"}]
 
 
-def write_input(folder: Path) -> Path:
+def write_input(folder):
     folder.mkdir()
     lines = [{"messages": TURNS}] * 4 + [{"text": "quince quince"}] * 4 + [{"token_ids": [1]}]
     text = "\n".join(map(json.dumps, lines)) + '\n{"text": "\\ud800"}\nnot json\n'
@@ -99,9 +96,7 @@ def write_input(folder: Path) -> Path:
     return folder
 
 
-def test_words_of_texts_and_messages_become_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
     source, folder = write_input(tmp_path / "in"), tmp_path / "tokenizer"
     options = ["--input", str(source), "--vocab-size", "300", "--output", str(folder)]
     assert main(options) == 0
@@ -128,9 +123,7 @@ def test_words_of_texts_and_messages_become_tokens(
         ('{"token_ids": [1]}\n', "300", "no text in the input; .*no text or messages"),
     ],
 )
-def test_what_gives_no_tokenizer_is_refused(
-    tmp_path: Path, content: str, size: str, message: str
-) -> None:
+def test_what_gives_no_tokenizer_is_refused(tmp_path, content, size, message):
     (tmp_path / "in.jsonl").write_text(content, encoding="utf-8")
     output = tmp_path / "out"
     options = ["--input", str(tmp_path / "in.jsonl"), "--output", str(output)]
@@ -139,7 +132,7 @@ def test_what_gives_no_tokenizer_is_refused(
     assert not output.exists()
 
 
-def test_only_whole_texts_are_learnt_from() -> None:
+def test_only_whole_texts_are_learnt_from():
     assert texts_of("a") == ["a"]
     assert texts_of({"text": "a"}) == ["a"]
     assert texts_of({"messages": TURNS}) == ["ping ping", "pong pong"]

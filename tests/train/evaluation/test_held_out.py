@@ -1,15 +1,11 @@
 """Evaluation in mid-run: the same rows and masks every time, and the decoder's numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,15 +16,14 @@ from tests.examples.data import EMBEDDED
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from train.data.manifest import read_manifest
 from train.data.shards import ShardRows
-from train.evaluation.decoding import At, can_decode
+from train.evaluation.decoding import can_decode
 from train.evaluation.held_out import Evaluation, prompts_of
 from train.loop import RunStopped
 from train.loop import train as run_training
 from train.program import make_program
-from train.recipe.config import EvaluationSection, OptimizerSection, TrainConfig
+from train.recipe.config import EvaluationSection, OptimizerSection
 from train.start import held_out_rows, recipe_model
 from wedlm_jax.__main__ import main
-from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.llm import LLM
@@ -38,7 +33,7 @@ from wedlm_jax.sharding import make_mesh, tree_shardings
 ASKED = ("two red boxes", "7 + 5 =", "Count: 1, 2,")
 
 
-def write_questions(path: Path, said: Sequence[Completion]) -> Path:
+def write_questions(path, said):
     """What was said as answers, and a question whose answer nobody gives."""
     rows = [
         {"prompt": prompt, "answer": one.text, "match": "contains"}
@@ -49,9 +44,7 @@ def write_questions(path: Path, said: Sequence[Completion]) -> Path:
     return path
 
 
-def test_a_run_evaluates_on_its_way_and_trains_as_without(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_evaluates_on_its_way_and_trains_as_without(finished, tokenizer_folder, tmp_path):
     # What the model says when it is trained: the last evaluation must find it right.
     llm = LLM(finished / "hf", dtype="float32")
     said = llm.generate(list(ASKED), SamplingParams(max_tokens=12))
@@ -82,8 +75,8 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
 
 
 def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    finished, tokenizer_folder, tmp_path, monkeypatch
+):
     """It stops between two bursts, and saves the state of a step that was due for none."""
     section = EvaluationSection(every=2, rows=2, prompts=2, max_tokens=6)
     config = tiny_recipe(
@@ -91,7 +84,7 @@ def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
     )
     steps, number, real = list[int](), 0, Engine.step
 
-    def step(*arguments: Any, **named: Any) -> Any:
+    def step(*arguments, **named):
         nonlocal number
         number += 1
         if states(tmp_path) == [] and (tmp_path / "metrics.jsonl").read_text():
@@ -109,13 +102,11 @@ def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
     assert [line["step"] for line in evaluations(tmp_path)] == [0, 2, 4]
 
 
-def test_an_evaluation_says_what_it_does(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_says_what_it_does(tokenizer_folder, tmp_path, monkeypatch):
     said, real = list[str](), Evaluation.run
 
-    def run(self: Evaluation, parameters: Any, at: At) -> Any:
-        def also(text: str) -> None:
+    def run(self, parameters, at):
+        def also(text):
             said.append(text)
             at(text)
 
@@ -139,17 +130,12 @@ class Failed(Exception):
     pass
 
 
-def dies_at(
-    monkeypatch: pytest.MonkeyPatch,
-    config: TrainConfig,
-    number: int,
-    failure: type[BaseException] = Failed,
-) -> list[dict[str, float]]:
+def dies_at(monkeypatch, config, number, failure=Failed):
     """Runs a recipe until its evaluation of this number, from 0, fails; returns those in the
     log."""
     made, real = 0, Evaluation.run
 
-    def run(*arguments: Any) -> dict[str, float]:
+    def run(*arguments):
         nonlocal made
         made += 1
         if made > number:
@@ -163,12 +149,12 @@ def dies_at(
     return evaluations(Path(config.output))
 
 
-def evaluations(output: Path) -> list[dict[str, float]]:
+def evaluations(output):
     path = output / "evaluation.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def states(output: Path) -> list[str]:
+def states(output):
     return sorted(path.name for path in (output / "checkpoints").glob("[0-9]*"))
 
 
@@ -182,14 +168,8 @@ def states(output: Path) -> list[str]:
     ],
 )
 def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_on(
-    finished: Path,
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    checkpoint_every: int,
-    failure: type[BaseException],
-) -> None:
+    finished, tokenizer_folder, tmp_path, monkeypatch, capsys, checkpoint_every, failure
+):
     """In the midst of the run and after its last step; at a step with a state, and at another."""
     section = EvaluationSection(every=2, rows=2, prompts=0)
     config = tiny_recipe(
@@ -210,8 +190,8 @@ def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_o
 
 
 def test_several_processes_have_a_state_before_they_evaluate(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tokenizer_folder, tmp_path, monkeypatch
+):
     """They fail apart, and can write none then."""
     monkeypatch.setattr("train.loop.jax_processes", lambda: SimpleNamespace(count=2))
     section = EvaluationSection(every=2, rows=2, prompts=0)
@@ -222,8 +202,8 @@ def test_several_processes_have_a_state_before_they_evaluate(
 
 @pytest.mark.full
 def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
-    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tokenizer_folder, tmp_path, monkeypatch
+):
     section = EvaluationSection(every=4, rows=2, prompts=0)
     config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=2)
     assert dies_at(monkeypatch, config, 0) == []
@@ -236,9 +216,7 @@ def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
 
 
 @pytest.mark.full
-def test_a_run_without_masks_is_asked_too(
-    finished: Path, tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_without_masks_is_asked_too(finished, tokenizer_folder, tmp_path):
     said = LLM(finished / "hf", dtype="float32").generate([ASKED[0]], SamplingParams(max_tokens=2))
     section = EvaluationSection(
         every=1,
@@ -255,7 +233,7 @@ def test_a_run_without_masks_is_asked_too(
 
 
 @pytest.mark.full
-def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
+def test_eight_devices_decode_what_one_decodes(tokenizer_folder):
     section = EvaluationSection(every=1, rows=8, prompts=2, max_tokens=6)
     config = tiny_recipe(Path("unused"), tokenizer_folder, rows=8, evaluation=section)
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
@@ -264,7 +242,7 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
     program = make_program(config, recipe_model(config, tokenizer_folder), one)
     first = program.random_parameters()
 
-    def decoded(sizes: dict[str, int], devices: list[jax.Device]) -> list[dict[str, float]]:
+    def decoded(sizes, devices):
         mesh = make_mesh(sizes, devices)
         parameters = jax.device_put(first, tree_shardings(mesh, first))
         assert parameters["embed_tokens"][...].sharding.num_devices == len(devices)
@@ -282,7 +260,7 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder: Path) -> None:
         assert decoded(layout, jax.devices()[:8]) == alone
 
 
-def test_where_no_prompts_are_decoded_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_prompts_are_decoded_it_is_told(capsys):
     mesh = make_mesh({"sequence": 8})
     assert can_decode(mesh, 64)
     assert capsys.readouterr().out == ""
@@ -290,7 +268,7 @@ def test_where_no_prompts_are_decoded_it_is_told(capsys: pytest.CaptureFixture[s
     assert "losses only; hidden_size 60 is not divisible by the 8" in capsys.readouterr().out
 
 
-def test_a_prompt_is_what_stands_before_the_first_trainable_token() -> None:
+def test_a_prompt_is_what_stands_before_the_first_trainable_token():
     rows = {
         "tokens": np.array([[1, 2, 3, 4, 5, 6, 7, 0], [9, 8, 0, 0, 0, 0, 0, 0]]),
         "segment_ids": np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 0, 0, 0, 0, 0, 0]]),
@@ -306,7 +284,7 @@ def test_a_prompt_is_what_stands_before_the_first_trainable_token() -> None:
     assert prompts_of(rows, 0) == []
 
 
-def test_held_out_rows_are_drawn_by_the_seed_and_not_the_longest(tmp_path: Path) -> None:
+def test_held_out_rows_are_drawn_by_the_seed_and_not_the_longest(tmp_path):
     folder = tmp_path / "rows"
     with (tmp_path / "texts.jsonl").open("w") as file:
         for words in range(1, 61):
@@ -318,12 +296,12 @@ def test_held_out_rows_are_drawn_by_the_seed_and_not_the_longest(tmp_path: Path)
     )
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
 
-    def held(seed: int, rows: int = 6) -> dict[str, np.ndarray]:
+    def held(seed, rows=6):
         section = EvaluationSection(every=1, rows=rows, source=str(folder), seed=seed)
         config = tiny_recipe(tmp_path, EMBEDDED, row_length=64, evaluation=section)
         return held_out_rows(config, tokenizer, 0)
 
-    def samples(rows: dict[str, np.ndarray]) -> int:
+    def samples(rows):
         return int(rows["segment_ids"].max(axis=1).sum())
 
     every = held(0, rows=1000)

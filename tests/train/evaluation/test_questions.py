@@ -1,25 +1,22 @@
 """Questions in mid-run: which are asked, what is refused, and that each is asked once."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from tests.examples.tiny_run import tiny_recipe
-from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
+from train.evaluation.questions import asked_questions, drawn_questions
 from train.loop import train as run_training
 from train.recipe.config import EvaluationSection
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
 
 
-def write(path: Path, count: int) -> Path:
+def write(path, count):
     """Questions of two regimes and of a third that has no right answers; the answer to question i
     is i."""
     rows = [
@@ -35,14 +32,14 @@ def write(path: Path, count: int) -> Path:
     return path
 
 
-def section(path: Path, **changes: Any) -> EvaluationSection:
+def section(path, **changes):
     return EvaluationSection(every=2, questions=str(path), answer_tokens=8, **changes)
 
 
-def test_some_are_drawn_by_the_seed_regime_by_regime(tmp_path: Path) -> None:
+def test_some_are_drawn_by_the_seed_regime_by_regime(tmp_path):
     path = write(tmp_path / "questions.jsonl", 30)
 
-    def drawn(**changes: Any) -> list[int]:
+    def drawn(**changes):
         return [int(one.answer) for one in drawn_questions(section(path, **changes))]
 
     five = drawn(most_questions=5)
@@ -54,7 +51,7 @@ def test_some_are_drawn_by_the_seed_regime_by_regime(tmp_path: Path) -> None:
     assert drawn_questions(none) == drawn_questions(EvaluationSection(every=2)) == []
 
 
-def test_a_bad_file_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_bad_file_is_refused_before_anything_is_made(tmp_path):
     path = write(tmp_path / "questions.jsonl", 3)
     with path.open("a") as file:
         file.write('{"prompt": "x", "anwser": 1}\n')
@@ -71,14 +68,14 @@ def test_a_bad_file_is_refused_before_anything_is_made(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def asked(path: Path, tokenizer: Path, room: int = 256, **changes: Any) -> AskedQuestions:
+def asked(path, tokenizer, room=256, **changes):
     config = tiny_recipe("unused", None, evaluation=section(path, **changes))
     found = asked_questions(config, drawn_questions(config.evaluation), tokenizer, room)
     assert found is not None
     return found
 
 
-def test_a_prompt_without_room_is_refused_by_line(tmp_path: Path, tokenizer_folder: Path) -> None:
+def test_a_prompt_without_room_is_refused_by_line(tmp_path, tokenizer_folder):
     path = write(tmp_path / "questions.jsonl", 2)
     with path.open("a") as file:
         file.write(json.dumps({"prompt": "long " * 300, "answer": "x"}) + "\n")
@@ -92,17 +89,17 @@ def test_a_prompt_without_room_is_refused_by_line(tmp_path: Path, tokenizer_fold
 class Parrot:
     """In the stead of an engine: says each prompt's number, and a wrong one to number 4."""
 
-    def __init__(self, tokenizer: Path):
+    def __init__(self, tokenizer):
         from wedlm_jax.text import TextCodec
 
         codec = TextCodec.load(tokenizer)
         assert codec is not None
         self._codec, self.heard = codec, list[str]()
 
-    def decode(self, requests: list[Request], told: Any, max_forwards: int) -> list[Completion]:
+    def decode(self, requests, told, max_forwards):
         return [self._say(self._codec.decode(request.prompt)) for request in requests]
 
-    def _say(self, prompt: str) -> Completion:
+    def _say(self, prompt):
         number = prompt.partition("number ")[2].partition("?")[0]
         self.heard.append(number)
         ids = self._codec.encode(f"it is {number if number != '4' else '5'}")
@@ -110,9 +107,7 @@ class Parrot:
 
 
 @pytest.mark.parametrize("processes", [1, 3, 20])
-def test_processes_ask_each_question_once_and_count_together(
-    tmp_path: Path, tokenizer_folder: Path, processes: int
-) -> None:
+def test_processes_ask_each_question_once_and_count_together(tmp_path, tokenizer_folder, processes):
     questions = asked(write(tmp_path / "questions.jsonl", 9), tokenizer_folder)
     parrot = Parrot(tokenizer_folder)
     counts = [questions.answer(cast(Engine, parrot), i, processes, print) for i in range(processes)]

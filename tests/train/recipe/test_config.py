@@ -1,7 +1,5 @@
 """Recipes: typed, overridable, and refused with one clear sentence."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -15,14 +13,14 @@ from wedlm_jax.loss import LossConfig
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
 
-def recipe(folder: Path, text: str = "steps: 5\n") -> Path:
+def recipe(folder, text="steps: 5\n"):
     path = folder / "recipe.yaml"
     path.write_text(text, encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_recipe_loads_with_the_values_it_states(path: Path) -> None:
+def test_every_shipped_recipe_loads_with_the_values_it_states(path):
     config = dataclasses.asdict(load_config(path))
     stated = yaml.safe_load(path.read_text(encoding="utf-8"))
     for key, value in stated.items():
@@ -33,25 +31,25 @@ def test_every_shipped_recipe_loads_with_the_values_it_states(path: Path) -> Non
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_no_recipe_names_a_mask_token(path: Path) -> None:
+def test_no_recipe_names_a_mask_token(path):
     """Which rows of a vocabulary are unused, the tokenizer knows."""
     config = load_config(path)
     assert "mask_token_id" not in config.model.architecture
     assert config.model.mask_token is None
 
 
-def test_there_are_recipes() -> None:
+def test_there_are_recipes():
     assert {"embedded_ar", "embedded_wedlm"} <= {path.stem for path in CONFIGS}
 
 
-def test_what_a_recipe_leaves_out_has_its_default(tmp_path: Path) -> None:
+def test_what_a_recipe_leaves_out_has_its_default(tmp_path):
     config = load_config(recipe(tmp_path))
     assert config == dataclasses.replace(TrainConfig(), steps=5)
     empty = load_config(recipe(tmp_path, "# nothing\n"))
     assert empty == TrainConfig()
 
 
-def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+def test_overrides_win_over_the_file(tmp_path):
     path = recipe(tmp_path, "steps: 5\noptimizer: {learning_rate: 0.5}\n")
     given = ["steps=7", "optimizer.b1=0.8", "data.sources={prose: 1}", "model.init_from=some/dir"]
     config = load_config(path, given)
@@ -61,7 +59,7 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     assert load_config(path, ["model.init_from=null"]).model.init_from is None
 
 
-def test_a_saved_recipe_loads_as_the_same(tmp_path: Path) -> None:
+def test_a_saved_recipe_loads_as_the_same(tmp_path):
     path = recipe(tmp_path, "steps: 5\nmodel: {architecture: {hidden_size: 8, qk_norm: true}}\n")
     config = load_config(path, ["loss.dtype=float32", "loss.ar_weight=0.25"])
     save_config(config, tmp_path / "saved.yaml")
@@ -110,21 +108,19 @@ def test_a_saved_recipe_loads_as_the_same(tmp_path: Path) -> None:
         ("bf16: true", "bf16", "loss.dtype"),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest_one(
-    tmp_path: Path, text: str, unknown: str, near: str
-) -> None:
+def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path, text, unknown, near):
     path = recipe(tmp_path, text)
     with pytest.raises(InputError) as refused:
         load_config(path)
     assert str(refused.value) == f"{path}: unknown key {unknown!r}; did you mean {near!r}?"
 
 
-def test_an_unknown_key_like_no_other_is_named_alone(tmp_path: Path) -> None:
+def test_an_unknown_key_like_no_other_is_named_alone(tmp_path):
     with pytest.raises(InputError, match=r"unknown key 'qqqq'$"):
         load_config(recipe(tmp_path, "qqqq: 5"))
 
 
-def test_an_unknown_override_is_named_with_the_nearest_one(tmp_path: Path) -> None:
+def test_an_unknown_override_is_named_with_the_nearest_one(tmp_path):
     with pytest.raises(InputError, match="unknown key 'stepz'; did you mean 'steps'"):
         load_config(recipe(tmp_path), ["stepz=5"])
 
@@ -138,7 +134,7 @@ def test_an_unknown_override_is_named_with_the_nearest_one(tmp_path: Path) -> No
         ("metrics: {norms: perhaps}", "perhaps"),
     ],
 )
-def test_a_wrong_type_is_refused_with_its_value(tmp_path: Path, text: str, value: str) -> None:
+def test_a_wrong_type_is_refused_with_its_value(tmp_path, text, value):
     path = recipe(tmp_path, text)
     with pytest.raises(InputError) as refused:
         load_config(path)
@@ -149,7 +145,7 @@ def test_a_wrong_type_is_refused_with_its_value(tmp_path: Path, text: str, value
 
 
 @pytest.mark.parametrize("text", ["steps:", "optimizer: 3", "- a\n- b", "just words"])
-def test_what_is_no_mapping_of_fields_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_mapping_of_fields_is_refused(tmp_path, text):
     path = recipe(tmp_path, text)
     with pytest.raises(InputError, match=r"recipe\.yaml: ") as refused:
         load_config(path)
@@ -157,19 +153,19 @@ def test_what_is_no_mapping_of_fields_is_refused(tmp_path: Path, text: str) -> N
 
 
 @pytest.mark.parametrize("text", ["steps: [1, 2", "a: b: c", "\tsteps: 5", "steps: *unknown"])
-def test_what_is_not_yaml_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_not_yaml_is_refused(tmp_path, text):
     with pytest.raises(InputError, match=r"recipe\.yaml: not valid YAML") as refused:
         load_config(recipe(tmp_path, text))
     assert "\n" not in str(refused.value)
 
 
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match=r"none\.yaml: no such configuration file"):
         load_config(tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("content", [b"\x00\x01\x02", bytes(range(256)), b"\xff\xfe\xfa" * 50])
-def test_a_binary_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_binary_file_is_refused(tmp_path, content):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"model\.safetensors: ") as refused:
@@ -177,28 +173,28 @@ def test_a_binary_file_is_refused(tmp_path: Path, content: bytes) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path):
     with pytest.raises(InputError, match=str(tmp_path)):
         load_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["steps", "rows", "accumulation", "block_size", "log_every"])
-def test_a_count_below_one_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_a_count_below_one_is_refused_by_name(tmp_path, name):
     with pytest.raises(InputError, match=f"{name} must be at least 1, not 0"):
         load_config(recipe(tmp_path), [f"{name}=0"])
 
 
-def test_a_row_of_broken_blocks_is_refused(tmp_path: Path) -> None:
+def test_a_row_of_broken_blocks_is_refused(tmp_path):
     with pytest.raises(InputError, match="row_length 100 is not a multiple of block_size 32"):
         load_config(recipe(tmp_path), ["row_length=100"])
 
 
-def test_an_unknown_attention_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+def test_an_unknown_attention_is_refused_with_those_that_are_known(tmp_path):
     with pytest.raises(InputError, match=r"loss\.attention must be one of dense.*not 'flash'"):
         load_config(recipe(tmp_path), ["loss.attention=flash"])
 
 
-def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unknown_objective_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match="objective must be one of wedlm, ar, drafter, not 'mlm'"):
         load_config(recipe(tmp_path), ["objective=mlm"])
 
@@ -229,7 +225,7 @@ def test_an_unknown_objective_is_refused_by_name(tmp_path: Path) -> None:
         ("quantized_training=int4", "quantized_training must be none or int8, not 'int4'"),
     ],
 )
-def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message: str) -> None:
+def test_a_value_out_of_bounds_is_refused(tmp_path, override, message):
     path = recipe(tmp_path)
     with pytest.raises(InputError) as refused:
         load_config(path, [override])
@@ -253,9 +249,7 @@ def test_a_value_out_of_bounds_is_refused(tmp_path: Path, override: str, message
         ("steps: 5", ["output=${nowhere}", "seed=1"], "output=${nowhere}"),
     ],
 )
-def test_a_refusal_names_where_the_value_comes_from(
-    tmp_path: Path, text: str, overrides: list[str], origin: str | None
-) -> None:
+def test_a_refusal_names_where_the_value_comes_from(tmp_path, text, overrides, origin):
     path = recipe(tmp_path, text)
     with pytest.raises(InputError) as refused:
         load_config(path, overrides)
@@ -270,16 +264,14 @@ def test_a_refusal_names_where_the_value_comes_from(
         ("optimizer.name=muon", "optimizer.name must be adamw with lora.rank"),
     ],
 )
-def test_what_does_not_go_with_adapters_is_refused(
-    tmp_path: Path, override: str, message: str
-) -> None:
+def test_what_does_not_go_with_adapters_is_refused(tmp_path, override, message):
     path = recipe(tmp_path)
     load_config(path, [override])
     with pytest.raises(InputError, match=message):
         load_config(path, ["lora.rank=4", override])
 
 
-def test_sources_to_train_on_need_one_to_evaluate_on(tmp_path: Path) -> None:
+def test_sources_to_train_on_need_one_to_evaluate_on(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("data: {tokenizer: t, sources: {a: 1}}\nevaluation: {every: 5}\n")
     with pytest.raises(InputError, match=r"evaluation\.source must name a folder"):
@@ -288,10 +280,10 @@ def test_sources_to_train_on_need_one_to_evaluate_on(tmp_path: Path) -> None:
     load_config(path, ["evaluation.every=0"])
 
 
-def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path: Path) -> None:
+def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path):
     path = recipe(tmp_path, "data: {tokenizer: t, sources: {prose: 1, reasoning: 2}}\n")
 
-    def sources(*overrides: str) -> dict[str, float]:
+    def sources(*overrides):
         return load_config(path, [*overrides]).data.sources
 
     assert sources("data.sources={low_entropy: 3}") == {"low_entropy": 3.0}
@@ -316,12 +308,12 @@ def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path: Path
     assert (config.data.prefetch, config.data.sources) == (7, {"prose": 1.0, "reasoning": 2.0})
 
 
-def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:
+def test_an_override_without_a_value_is_refused(tmp_path):
     with pytest.raises(InputError, match="override 'steps': expected key=value"):
         load_config(recipe(tmp_path), ["steps"])
 
 
-def test_every_field_is_described_once() -> None:
+def test_every_field_is_described_once():
     lines = describe()
     names = [name for name, _, _ in lines]
     assert len(set(names)) == len(names)
@@ -331,6 +323,6 @@ def test_every_field_is_described_once() -> None:
     assert all(meaning for _, _, meaning in lines)
 
 
-def test_every_setting_of_the_loss_can_be_set_in_a_recipe() -> None:
+def test_every_setting_of_the_loss_can_be_set_in_a_recipe():
     section = {f.name: f.type for f in dataclasses.fields(type(TrainConfig().loss))}
     assert section == {f.name: f.type for f in dataclasses.fields(LossConfig)}

@@ -1,11 +1,7 @@
 """Phases: what changes at given steps, and rows that are neither read twice nor left out."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -32,7 +28,7 @@ from wedlm_jax.errors import InputError
 SETS = {"a": NumberedRows(60), "b": NumberedRows(40, 100), "c": NumberedRows(20, 200, 8)}
 
 
-def recipe(*phases: PhaseSection, steps: int = 12) -> TrainConfig:
+def recipe(*phases, steps=12):
     data = DataSection(sources={"a": 0.75, "b": 0.25}, tokenizer="t")
     optimizer = OptimizerSection(learning_rate=1.0, final_learning_rate=0.1, warmup_steps=2)
     return TrainConfig(
@@ -47,7 +43,7 @@ def recipe(*phases: PhaseSection, steps: int = 12) -> TrainConfig:
     )
 
 
-def read(config: TrainConfig, start: int = 0) -> list[np.ndarray]:
+def read(config, start=0):
     """The numbers of the rows of every step, ``[A, R]``."""
     phases = phases_of(config)
     data = [
@@ -74,11 +70,11 @@ def read(config: TrainConfig, start: int = 0) -> list[np.ndarray]:
     return [np.asarray(batch.tokens)[:, :, 0] for batch in rows]
 
 
-def in_one(batches: Sequence[np.ndarray]) -> list[int]:
+def in_one(batches):
     return [int(row) for batch in batches for row in batch.flat]
 
 
-def test_a_change_of_the_mixture_goes_on_with_each_source_where_it_was() -> None:
+def test_a_change_of_the_mixture_goes_on_with_each_source_where_it_was():
     plain = in_one(read(recipe(steps=16)))
     changed = in_one(
         read(recipe(PhaseSection(from_step=6, sources={"b": 0.5, "a": 0.5}), steps=16))
@@ -94,7 +90,7 @@ def test_a_change_of_the_mixture_goes_on_with_each_source_where_it_was() -> None
     assert later[0] == later[1] == 20
 
 
-def test_a_new_source_its_row_length_and_a_larger_batch() -> None:
+def test_a_new_source_its_row_length_and_a_larger_batch():
     config = recipe(
         PhaseSection(from_step=4, accumulation=4),
         PhaseSection(from_step=8, sources={"c": 1.0}, row_length=8, rows=1),
@@ -106,7 +102,7 @@ def test_a_new_source_its_row_length_and_a_larger_batch() -> None:
     assert {x // 100 for x in in_one(batches[8:])} == {2}
 
 
-def test_a_run_that_resumes_within_any_phase_reads_the_same() -> None:
+def test_a_run_that_resumes_within_any_phase_reads_the_same():
     phases = [PhaseSection(from_step=3, sources={"a": 1.0}), PhaseSection(from_step=7, rows=4)]
     whole = read(recipe(*phases))
     for start in (2, 3, 5, 7, 11):
@@ -115,7 +111,7 @@ def test_a_run_that_resumes_within_any_phase_reads_the_same() -> None:
 
 
 @pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5, 1, 0.01]])
-def test_rows_of_a_mix_are_counted(weights: list[float]) -> None:
+def test_rows_of_a_mix_are_counted(weights):
     for rows in (0, 1, 7, 1000):
         taken = rows_taken(weights, rows)
         assert sum(taken) == rows
@@ -123,7 +119,7 @@ def test_rows_of_a_mix_are_counted(weights: list[float]) -> None:
             assert abs(count - rows * weight / sum(weights)) <= 1.5
 
 
-def test_the_learning_rate_of_a_phase_scales_the_schedule() -> None:
+def test_the_learning_rate_of_a_phase_scales_the_schedule():
     plain = schedule_of(recipe())
     changed = schedule_of(
         recipe(
@@ -136,7 +132,7 @@ def test_the_learning_rate_of_a_phase_scales_the_schedule() -> None:
         assert float(changed(step)) == pytest.approx(factor * float(plain(step)))
 
 
-def test_warm_up_stable_decay() -> None:
+def test_warm_up_stable_decay():
     config = recipe(steps=20)
     config.optimizer.schedule, config.optimizer.decay_steps = "wsd", 5
     rates = [float(schedule_of(config)(step)) for step in range(21)]
@@ -162,12 +158,12 @@ def test_warm_up_stable_decay() -> None:
         ([PhaseSection(row_length=6, sources={"c": 1})], "6 is not a multiple of block_size 4"),
     ],
 )
-def test_phases_that_cannot_be_are_refused(phases: list[PhaseSection], told: str) -> None:
+def test_phases_that_cannot_be_are_refused(phases, told):
     with pytest.raises(InputError, match=told):
         phases_of(recipe(*phases))
 
 
-def test_phases_are_read_from_a_recipe_and_checked(tmp_path: Path) -> None:
+def test_phases_are_read_from_a_recipe_and_checked(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "steps: 100\nrow_length: 64\nblock_size: 32\n"
@@ -184,8 +180,8 @@ def test_phases_are_read_from_a_recipe_and_checked(tmp_path: Path) -> None:
 
 
 def test_a_later_phase_without_rows_for_a_batch_is_refused_before_the_first(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+    tokenizer_folder, tmp_path
+):
     phases = [PhaseSection(from_step=2, rows=1000)]
     with pytest.raises(InputError, match=r"data: \d+ packed rows are fewer than one batch of 2000"):
         run_training(tiny_recipe(tmp_path, tokenizer_folder, phases=phases))
@@ -193,9 +189,7 @@ def test_a_later_phase_without_rows_for_a_batch_is_refused_before_the_first(
 
 
 @pytest.mark.full
-def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(tokenizer_folder, tmp_path):
     optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5)
     phases = [PhaseSection(from_step=2, accumulation=1, learning_rate=0.005)]
     settings = {"phases": phases, "optimizer": optimizer, "checkpoint_every": 3}

@@ -1,7 +1,5 @@
 """Batches that are left out: which batch each step reads, whatever stops, resumes or shares it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path
@@ -25,19 +23,19 @@ from tests.train.recipe.test_phases import read, recipe
 from train.data.batches import TrainBatches
 from train.data.order import StepRows
 from train.loop import train as run_training
-from train.recipe.config import ModelSection, PhaseSection, TrainConfig, load_config
+from train.recipe.config import ModelSection, PhaseSection, load_config
 from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.errors import InputError
 
 RECIPE = Path(__file__).parents[3] / "configs" / "finetune.yaml"
 
 
-def skipping(config: TrainConfig, *ranges: list[int]) -> TrainConfig:
+def skipping(config, *ranges):
     return dataclasses.replace(config, data=dataclasses.replace(config.data, skip=list(ranges)))
 
 
 @given(st.sets(st.integers(1, 40)), st.integers(0, 30))
-def test_steps_read_what_is_left_in_order(left_out: set[int], step: int) -> None:
+def test_steps_read_what_is_left_in_order(left_out, step):
     skipped = SkippedBatches.of([[number, number] for number in left_out])
     left = [0] + [number for number in range(1, 100) if number not in left_out]
     assert skipped.batch(step) == left[step]
@@ -59,17 +57,17 @@ def test_steps_read_what_is_left_in_order(left_out: set[int], step: int) -> None
         ("[[a, 9]]", r"data\.skip\[0\]\[0\]: expected a list of ranges.*not 'a'"),
     ],
 )
-def test_what_is_no_list_of_ranges_is_refused(given: str, told: str) -> None:
+def test_what_is_no_list_of_ranges_is_refused(given, told):
     with pytest.raises(InputError, match=told):
         load_config(RECIPE, [f"data.skip={given}"])
 
 
-def test_ranges_may_be_given_in_any_order_and_touch() -> None:
+def test_ranges_may_be_given_in_any_order_and_touch():
     config = load_config(RECIPE, ["data.skip=[[7, 9], [2, 3], [4, 4]]"])
     assert SkippedBatches.of(config.data.skip).ranges == ((2, 4), (7, 9))
 
 
-def test_a_run_reads_all_batches_but_these(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_reads_all_batches_but_these(capsys):
     plain = read(recipe(steps=20))
     found = read(skipping(recipe(steps=12), [9, 10], [1, 1], [4, 6]))
     left = [plain[number - 1] for number in (2, 3, 7, 8, *range(11, 19))]
@@ -81,7 +79,7 @@ def test_a_run_reads_all_batches_but_these(capsys: pytest.CaptureFixture[str]) -
     ]
 
 
-def test_a_phase_begins_behind_what_the_one_before_it_skipped() -> None:
+def test_a_phase_begins_behind_what_the_one_before_it_skipped():
     """And a range that its first step would read is of that phase."""
     config = skipping(
         recipe(PhaseSection(from_step=4, accumulation=4), PhaseSection(from_step=8, rows=4)),
@@ -99,12 +97,12 @@ def test_a_phase_begins_behind_what_the_one_before_it_skipped() -> None:
         assert [b.tolist() for b in again] == [b.tolist() for b in found[start:]]
 
 
-def test_hosts_and_meshes_read_their_rows_of_the_same_batches() -> None:
+def test_hosts_and_meshes_read_their_rows_of_the_same_batches():
     skipped = SkippedBatches(((3, 7),))
     sets = [(NumberedRows(40), 1.0)]
     steps = StepRows(sets, seed=1, shape=(2, 8), skipped=skipped)
 
-    def rows(hosts: int) -> list[int]:
+    def rows(hosts):
         share = 8 // hosts
         parts = [steps.read(4, range(h * share, (h + 1) * share)) for h in range(hosts)]
         return sorted(int(x) for part in parts for x in part["tokens"][:, :, 0].flat)
@@ -116,7 +114,7 @@ def test_hosts_and_meshes_read_their_rows_of_the_same_batches() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_read_the_same(workers: int) -> None:
+def test_workers_read_the_same(workers):
     data = [(NumberedRows(40), 1.0)]
     config = skipping(recipe(steps=6), [2, 4])
     config = dataclasses.replace(
@@ -132,11 +130,8 @@ def test_workers_read_the_same(workers: int) -> None:
 
 @pytest.mark.full
 def test_a_run_with_skipped_batches_stopped_and_resumed_on_another_mesh(
-    tokenizer_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    tokenizer_folder, tmp_path, monkeypatch, capsys
+):
     plain = tiny_recipe(tmp_path / "plain", tokenizer_folder, steps=6, checkpoint_every=2)
     run_training(plain)
     # Before the range nothing is other: its states are those of the run without it.
@@ -170,8 +165,8 @@ def test_a_run_with_skipped_batches_stopped_and_resumed_on_another_mesh(
 
 @pytest.mark.full
 def test_the_batch_of_a_step_that_was_not_taken_is_named_by_its_own_number(
-    tokenizer_folder: Path, tmp_path: Path
-) -> None:
+    tokenizer_folder, tmp_path
+):
     model = ModelSection(architecture={**ARCHITECTURE, "initializer_range": 1e30})
     run_training(skipping(tiny_recipe(tmp_path, tokenizer_folder, model=model), [2, 6]))
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]

@@ -1,12 +1,8 @@
 """The log of a run: what a person reads, a file that survives its run, and boards."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,29 +15,27 @@ from wedlm_jax.errors import InputError
 
 
 class Heard:
-    def __init__(self) -> None:
-        self.records: list[tuple[int, dict[str, float]]] = []
+    def __init__(self):
+        self.records = []
         self.closed = False
 
-    def write(self, step: int, record: dict[str, float]) -> None:
+    def write(self, step, record):
         self.records.append((step, record))
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True
 
 
 RECORD = {"loss": 1.5, "step_seconds": 2.0, "tokens_per_second": 512.0, "input_wait": 0.0}
 
 
-def test_what_is_not_finite_is_null_in_the_files() -> None:
+def test_what_is_not_finite_is_null_in_the_files():
     line = as_json(3, {"loss": float("nan"), "norm": float("inf"), "lr": 0.5})
     assert json.loads(line) == {"step": 3, "loss": None, "norm": None, "lr": 0.5}
     assert "NaN" not in line
 
 
-def test_a_record_goes_to_the_file_the_line_and_the_sinks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_goes_to_the_file_the_line_and_the_sinks(tmp_path, capsys):
     heard = Heard()
     log = MetricsLog(tmp_path, 10, 0, "wedlm", [heard])
     log.write(5, RECORD)
@@ -53,9 +47,7 @@ def test_a_record_goes_to_the_file_the_line_and_the_sinks(
     assert heard.closed
 
 
-def test_before_the_first_record_it_says_how_far_the_steps_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_the_first_record_it_says_how_far_the_steps_are(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
     log = MetricsLog(tmp_path, 10, 0, "wedlm")
     log.step(1)
@@ -67,9 +59,7 @@ def test_before_the_first_record_it_says_how_far_the_steps_are(
     assert second.startswith("5 of 10 steps, loss 1.5, ")
 
 
-def test_the_line_has_the_epochs_of_the_sources(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_line_has_the_epochs_of_the_sources(tmp_path, capsys):
     log = MetricsLog(tmp_path, 10, 0, "wedlm")
     log.write(5, {**RECORD, "epoch/a": 0.5, "epoch/b": 3.004, "epoch/c": 2.0})
     log.write(6, {**RECORD, "epoch": 1.25})
@@ -79,7 +69,7 @@ def test_the_line_has_the_epochs_of_the_sources(
     assert "loss 1.5, epoch 1.25, 512 tokens/s" in second
 
 
-def test_an_evaluation_goes_to_its_file_and_by_its_own_names_to_the_sinks(tmp_path: Path) -> None:
+def test_an_evaluation_goes_to_its_file_and_by_its_own_names_to_the_sinks(tmp_path):
     for done in (0, 4):  # what is done again is told again
         heard = Heard()
         log = MetricsLog(tmp_path, 10, done, "wedlm", [heard])
@@ -97,7 +87,7 @@ def test_an_evaluation_goes_to_its_file_and_by_its_own_names_to_the_sinks(tmp_pa
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_records_behind_the_resumed_step_and_torn_lines_are_dropped(tmp_path: Path) -> None:
+def test_records_behind_the_resumed_step_and_torn_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     lines = [as_json(step, {"loss": 1.0}) for step in (2, 4, 6)]
     path.write_bytes("".join(lines).encode() + b'{"step": 8, "lo\xff')
@@ -110,7 +100,7 @@ def test_records_behind_the_resumed_step_and_torn_lines_are_dropped(tmp_path: Pa
 SHOWN = {"loss": 1.5, "tokens_per_second": 512.0}
 
 
-def test_tensorboard_has_every_number(tmp_path: Path) -> None:
+def test_tensorboard_has_every_number(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
 
@@ -132,8 +122,8 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     [(MetricsSection(tensorboard=True), "tensorboardX"), (MetricsSection(wandb="mine"), "wandb")],
 )
 def test_a_board_that_is_not_installed_is_refused_before_anything_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: MetricsSection, module: str
-) -> None:
+    tmp_path, monkeypatch, section, module
+):
     monkeypatch.setitem(sys.modules, module, None)
     config = tiny_recipe(tmp_path / "run", tmp_path / "no tokenizer", metrics=section)
     with pytest.raises(InputError, match=rf"metrics\.{module.lower()[:5]}.* needs {module}: pip"):
@@ -141,11 +131,9 @@ def test_a_board_that_is_not_installed_is_refused_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_two_runs_of_one_name_are_two_runs_at_wandb_and_a_restart_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun: list[dict[str, Any]] = []
-    fake: Any = types.ModuleType("wandb")
+def test_two_runs_of_one_name_are_two_runs_at_wandb_and_a_restart_is_none(tmp_path, monkeypatch):
+    begun = []
+    fake = types.ModuleType("wandb")
     fake.init = lambda **settings: begun.append(settings)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for user in ("ada", "bob", "ada"):

@@ -1,10 +1,7 @@
 """Profiles: when they begin and end, whatever happens to the run meanwhile."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +9,15 @@ from train.watch.profile import Profiler
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def traced(monkeypatch):
     """Every begin and end of a trace."""
-    calls: list[str] = []
+    calls = []
     monkeypatch.setattr("jax.profiler.start_trace", lambda folder: calls.append("start"))
     monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
     return calls
 
 
-def run(output: Path, window: tuple[int, int], done: int, steps: int) -> None:
+def run(output, window, done, steps):
     with Profiler(output, *window) as profiler:
         for step in range(done, steps):
             profiler.before(step, step)
@@ -40,24 +37,16 @@ def run(output: Path, window: tuple[int, int], done: int, steps: int) -> None:
     ],
 )
 def test_what_the_recipe_names_is_recorded_once_and_ended(
-    tmp_path: Path,
-    traced: list[str],
-    capsys: pytest.CaptureFixture[str],
-    window: tuple[int, int],
-    done: int,
-    steps: int,
-    told: str | None,
-) -> None:
+    tmp_path, traced, capsys, window, done, steps, told
+):
     run(tmp_path, window, done, steps)
     assert traced == (["start", "stop"] if told else [])
     said = capsys.readouterr().out
     assert f"profile of {told} in {tmp_path / 'profile'}" in said if told else said == ""
 
 
-def test_a_run_that_fails_inside_the_window_ends_the_trace(
-    tmp_path: Path, traced: list[str]
-) -> None:
-    def fail() -> None:
+def test_a_run_that_fails_inside_the_window_ends_the_trace(tmp_path, traced):
+    def fail():
         with Profiler(tmp_path, 0, 5) as profiler:
             profiler.before(0, 0)
             raise RuntimeError
@@ -67,9 +56,7 @@ def test_a_run_that_fails_inside_the_window_ends_the_trace(
     assert traced == ["start", "stop"]
 
 
-def test_sigusr1_records_the_next_steps(
-    tmp_path: Path, traced: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sigusr1_records_the_next_steps(tmp_path, traced, capsys):
     before = signal.getsignal(signal.SIGUSR1)
     with Profiler(tmp_path, 0, 0) as profiler:
         for step in range(20):

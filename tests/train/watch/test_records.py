@@ -1,10 +1,6 @@
 """Numbers of several steps as one record, skipped ones among them, and what a restart needs."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +8,7 @@ import pytest
 from train.watch.records import Interval, PendingMetrics, TooManySkipped, flatten
 
 
-def step(mlm: float, masked: float, ar: float, targets: float, **more: Any) -> dict[str, Any]:
+def step(mlm, masked, ar, targets, **more):
     """Metrics of a step on the host."""
     counts = {
         "mlm": np.float32(masked),
@@ -33,7 +29,7 @@ def step(mlm: float, masked: float, ar: float, targets: float, **more: Any) -> d
     }
 
 
-def test_losses_by_ratio_become_numbers_and_empty_bins_none() -> None:
+def test_losses_by_ratio_become_numbers_and_empty_bins_none():
     metrics = {"loss": np.float32(2), "mlm_loss_by_ratio": np.array([0.5, 0, 1, 2], np.float32)}
     assert flatten(metrics) == {
         "loss": 2.0,
@@ -43,7 +39,7 @@ def test_losses_by_ratio_become_numbers_and_empty_bins_none() -> None:
     }
 
 
-def test_a_loss_is_the_mean_of_all_tokens_of_the_interval() -> None:
+def test_a_loss_is_the_mean_of_all_tokens_of_the_interval():
     interval = Interval(ar_weight=0.5)
     interval.add(step(4.0, 10, 2.0, 100, gradient_norm=np.float32(1.0)))
     interval.add(step(1.0, 30, 3.0, 300, gradient_norm=np.float32(2.0), learning_rate=0.25))
@@ -59,7 +55,7 @@ def test_a_loss_is_the_mean_of_all_tokens_of_the_interval() -> None:
     assert interval.empty
 
 
-def by_source(mlm: list[float], masked: list[float], tokens: list[float]) -> dict[str, Any]:
+def by_source(mlm, masked, tokens):
     """Metrics of a step that tells three sources apart; AR losses are twice those of masks."""
     whole = step(1.0, sum(masked), 2.0, sum(tokens))
     losses, weights, counts = (np.array(x, np.float32) for x in (mlm, masked, tokens))
@@ -75,7 +71,7 @@ def by_source(mlm: list[float], masked: list[float], tokens: list[float]) -> dic
 NAMES = ["data/web", "data/code", "data/books"]
 
 
-def test_losses_by_source_are_means_of_all_its_tokens_by_the_recipes_names() -> None:
+def test_losses_by_source_are_means_of_all_its_tokens_by_the_recipes_names():
     interval = Interval(sources=NAMES)
     interval.add(by_source([4, 8, 0], [10, 5, 0], [100, 50, 0]))
     interval.add(by_source([1, 0, 0], [30, 0, 0], [300, 20, 0]))  # of the code no mask
@@ -93,7 +89,7 @@ def test_losses_by_source_are_means_of_all_its_tokens_by_the_recipes_names() -> 
     assert interval.empty
 
 
-def test_an_interval_goes_on_with_other_sources() -> None:
+def test_an_interval_goes_on_with_other_sources():
     first, second = Interval(sources=NAMES), Interval(sources=["data/books", "data/web"])
     first.add(by_source([4, 8, 0], [10, 5, 0], [100, 50, 0]))
     second.restore(json.loads(json.dumps(first.state())))
@@ -104,7 +100,7 @@ def test_an_interval_goes_on_with_other_sources() -> None:
     assert record["tokens/data/web"] == 400
 
 
-def test_a_skipped_step_is_counted_and_spoils_no_mean() -> None:
+def test_a_skipped_step_is_counted_and_spoils_no_mean():
     interval = Interval()
     interval.add(step(4.0, 10, 2.0, 100))
     interval.add(step(np.nan, 10, np.nan, 100, gradient_norm=np.nan, skipped=np.int32(1)))
@@ -116,7 +112,7 @@ def test_a_skipped_step_is_counted_and_spoils_no_mean() -> None:
     assert interval.record() == {"learning_rate": 0.5, "skipped": 1.0}
 
 
-def test_an_interval_goes_on_from_its_state_bit_for_bit() -> None:
+def test_an_interval_goes_on_from_its_state_bit_for_bit():
     steps = [step(np.float32(4 / 3), 7, 2.0, 11), step(0.1, 5, 0.7, 13), step(0.2, 3, 0.3, 17)]
     whole, first, second = Interval(), Interval(), Interval()
     for one in steps:
@@ -128,7 +124,7 @@ def test_an_interval_goes_on_from_its_state_bit_for_bit() -> None:
     assert second.record() == whole.record()
 
 
-def metrics(loss: float, skipped: int = 0) -> dict[str, Any]:
+def metrics(loss, skipped=0):
     return {
         "loss": np.float32(loss),
         "ar_loss": np.float32(loss),
@@ -138,11 +134,11 @@ def metrics(loss: float, skipped: int = 0) -> dict[str, Any]:
     }
 
 
-def pending(folder: Path, done: int = 0) -> PendingMetrics:
+def pending(folder, done=0):
     return PendingMetrics(folder, 2, lambda batch: [{"file": [batch]}], done=done)
 
 
-def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path: Path) -> None:
+def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path):
     found = pending(tmp_path)
     for step, skipped in enumerate([0, 1, 2, 3], 1):
         found.add(step, metrics(float("nan") if skipped else 1.0, skipped))
@@ -153,7 +149,7 @@ def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path: Path) -
     assert [line["rows"] for line in lines] == [[{"file": [batch]}] for batch in (1, 2, 3)]
 
 
-def test_an_interval_that_was_open_at_a_checkpoint_goes_on_from_it(tmp_path: Path) -> None:
+def test_an_interval_that_was_open_at_a_checkpoint_goes_on_from_it(tmp_path):
     first = pending(tmp_path)
     first.add(1, metrics(1.0))
     first.keep(1)

@@ -1,9 +1,6 @@
 """Where the time of a run went."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,21 +8,21 @@ from train.watch.run_time import KINDS, Attempt, RunTime, read_attempts, shares
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
-    def tick(self, seconds: float) -> None:
+    def tick(self, seconds):
         self.now += seconds
 
 
-def attempt(begun: float, seen: float, first: int, last: int, **seconds: float) -> Attempt:
+def attempt(begun, seen, first, last, **seconds):
     return Attempt(begun, seen, first, last, {**dict.fromkeys(KINDS, 0.0), **seconds})
 
 
-def test_speed_leaves_out_what_is_no_step(tmp_path: Path) -> None:
+def test_speed_leaves_out_what_is_no_step(tmp_path):
     clock = Clock()
     time = RunTime(clock)
     clock.tick(7)
@@ -62,7 +59,7 @@ def test_speed_leaves_out_what_is_no_step(tmp_path: Path) -> None:
     }
 
 
-def test_what_was_done_again_and_the_time_between_is_no_goodput() -> None:
+def test_what_was_done_again_and_the_time_between_is_no_goodput():
     # 100 steps in 100 s, of which 60 are on disk; 50 s later a second attempt takes 10 s to begin.
     first = attempt(0, 120, 0, 100, start=5, compile=15)
     second = attempt(170, 240, 60, 110, start=10, compile=10)
@@ -81,16 +78,14 @@ def test_what_was_done_again_and_the_time_between_is_no_goodput() -> None:
     }
 
 
-def test_an_attempt_that_a_later_one_undoes_was_for_nothing() -> None:
+def test_an_attempt_that_a_later_one_undoes_was_for_nothing():
     attempts = [attempt(0, 10, 0, 10), attempt(10, 20, 10, 20), attempt(20, 30, 5, 15)]
     found = shares(attempts)
     assert found["steps"] == pytest.approx((5 + 0 + 10) / 30)
     assert found["redone"] == pytest.approx((5 + 10) / 30)
 
 
-def test_a_second_attempt_goes_on_with_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_attempt_goes_on_with_the_file(tmp_path, capsys):
     for begins in (0, 2):
         clock = Clock()
         clock.tick(begins * 10)

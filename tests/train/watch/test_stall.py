@@ -1,20 +1,15 @@
 """A step that stands still shows its stacks."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-
-import pytest
 
 from train.watch.stall import FEWEST, StallWatch
 
 
-def hang_in_a_step() -> None:
+def hang_in_a_step():
     time.sleep(0.4)
 
 
-def stacks(path: Path, factor: float, *, pause: bool = False) -> str:
+def stacks(path, factor, *, pause=False):
     """What is written when a step stands still after steps of a millisecond."""
     with path.open("w+") as file, StallWatch(factor, file, least=0.05) as watch:
         for _ in range(FEWEST + 1):
@@ -28,20 +23,18 @@ def stacks(path: Path, factor: float, *, pause: bool = False) -> str:
     return path.read_text()
 
 
-def test_a_step_that_takes_far_too_long_shows_where_it_is(tmp_path: Path) -> None:
+def test_a_step_that_takes_far_too_long_shows_where_it_is(tmp_path):
     said = stacks(tmp_path / "stacks.txt", 10.0)
     assert said.count("hang_in_a_step") == 1
     assert "Timeout" in said
 
 
-def test_a_checkpoint_may_take_longer_and_0_watches_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_may_take_longer_and_0_watches_nothing(tmp_path):
     assert stacks(tmp_path / "paused.txt", 10.0, pause=True) == ""
     assert stacks(tmp_path / "none.txt", 0.0) == ""
 
 
-def test_what_a_pause_allows_ends_with_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_pause_allows_ends_with_the_next_step(tmp_path, monkeypatch):
     """A checkpoint among the first steps, of which too few are known to be watched."""
     monkeypatch.setattr("train.watch.stall.LONGEST_PAUSE_S", 0.2)
     with (tmp_path / "stacks.txt").open("w+") as file, StallWatch(10.0, file) as watch:
@@ -52,7 +45,7 @@ def test_what_a_pause_allows_ends_with_the_next_step(
     assert (tmp_path / "stacks.txt").read_text() == ""
 
 
-def test_the_limit_follows_the_median_of_the_steps() -> None:
+def test_the_limit_follows_the_median_of_the_steps():
     now = [0.0]
     watch = StallWatch(10.0, None, least=30.0, now=lambda: now[0])
     watch._file = None

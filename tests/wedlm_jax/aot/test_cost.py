@@ -1,7 +1,5 @@
 """Costs read from compiled programs are those worked out by hand."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -17,20 +15,20 @@ def cost_of(function, *arguments):  # type: ignore[no-untyped-def]
     return program_cost(jax.jit(function).lower(*arguments).compile().as_text())
 
 
-def test_a_product_costs_two_flops_an_inner_step() -> None:
+def test_a_product_costs_two_flops_an_inner_step():
     x, y = jnp.ones((5, 7)), jnp.ones((7, 3))
     assert cost_of(lambda x, y: x @ y, x, y).dot_flops == 2 * 5 * 7 * 3
 
 
-def test_batched_products_count_their_batch() -> None:
+def test_batched_products_count_their_batch():
     x, y = jnp.ones((4, 64, 96)), jnp.ones((4, 96, 32))
     assert cost_of(partial(jnp.einsum, "bij,bjk->bik"), x, y).dot_flops == 2 * 4 * 64 * 96 * 32
 
 
-def test_loops_count_as_often_as_they_run_within_each_other_too() -> None:
+def test_loops_count_as_often_as_they_run_within_each_other_too():
     x = jnp.ones((64, 64))
 
-    def outer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def outer(x, _):
         return jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y @ y), x), None
 
     cost = cost_of(lambda x: jax.lax.scan(outer, x, None, length=5)[0], x)
@@ -38,7 +36,7 @@ def test_loops_count_as_often_as_they_run_within_each_other_too() -> None:
     assert cost.unknown_loops == 0
 
 
-def test_a_loop_of_unknown_length_is_counted_once_and_said() -> None:
+def test_a_loop_of_unknown_length_is_counted_once_and_said():
     x = jnp.ones((64, 64))
     cost = cost_of(
         lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 9.0, lambda y: jnp.tanh(y @ y), x), x
@@ -47,13 +45,13 @@ def test_a_loop_of_unknown_length_is_counted_once_and_said() -> None:
     assert cost.dot_flops == 2 * 64**3
 
 
-def test_collectives_are_counted_by_kind_and_bytes() -> None:
+def test_collectives_are_counted_by_kind_and_bytes():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = NamedSharding(mesh, P("x"))
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharded)
 
-    def gather_in_a_loop(x: jax.Array) -> jax.Array:
-        def body(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+    def gather_in_a_loop(x):
+        def body(total, _):
             whole = jax.lax.with_sharding_constraint(jnp.sin(total), NamedSharding(mesh, P()))
             return jax.lax.with_sharding_constraint(whole * 2.0, sharded), None
 
@@ -64,7 +62,7 @@ def test_collectives_are_counted_by_kind_and_bytes() -> None:
     assert cost.collective_bytes == {"all-gather": 3 * 64 * 32 * 4}
 
 
-def test_text_that_is_no_program_is_refused() -> None:
+def test_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY"):
         program_cost("nothing of the sort")
 
@@ -80,5 +78,5 @@ def test_text_that_is_no_program_is_refused() -> None:
         ("source_target_pairs={{0,1},{1,0}}", 8),
     ],
 )
-def test_the_first_group_is_counted(attributes: str, size: int) -> None:
+def test_the_first_group_is_counted(attributes, size):
     assert group_size(attributes, 8) == size

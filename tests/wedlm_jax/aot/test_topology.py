@@ -1,7 +1,5 @@
 """Names of TPU topologies are understood or refused, without a TPU's library."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
@@ -27,17 +25,17 @@ from wedlm_jax.errors import InputError
         ("v5p:8x8x8*2", ("v5p", (8, 8, 8), 2)),
     ],
 )
-def test_a_name_is_a_chip_a_shape_and_slices(name: str, parsed: tuple) -> None:
+def test_a_name_is_a_chip_a_shape_and_slices(name, parsed):
     assert parse_topology(name) == parsed
 
 
 @pytest.mark.parametrize("name", ["", "v5p", "v5p-128", "h100:8", "v5p:", "v5p:4x", "v5p:4x4x4*"])
-def test_other_names_are_refused_with_an_example(name: str) -> None:
+def test_other_names_are_refused_with_an_example(name):
     with pytest.raises(InputError, match=r"topology .* expected a chip .* v5p:4x4x4"):
         parse_topology(name)
 
 
-def test_memory_is_that_of_the_makers_tables() -> None:
+def test_memory_is_that_of_the_makers_tables():
     assert {kind: chip.hbm_bytes / 2**30 for kind, chip in CHIPS.items()} == {
         "v5e": 16,
         "v5p": 95,
@@ -48,11 +46,11 @@ def test_memory_is_that_of_the_makers_tables() -> None:
 @pytest.mark.parametrize(
     ("kind", "fused"), [("TPU v5 lite", "true"), ("TPU v5", "false"), ("TPU v6 lite", "false")]
 )
-def test_gathers_are_fused_where_the_compiler_can(kind: str, fused: str) -> None:
+def test_gathers_are_fused_where_the_compiler_can(kind, fused):
     assert compiler_options(kind)["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] == fused
 
 
-def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_compiler_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(InputError, match=r'^compiling .* pip install "wedlm-jax\[tpu\]"$'):
@@ -62,7 +60,7 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch: pytest.Monkey
 CHIP = Chip(hbm_bytes=1, peak_flops=100.0, hbm_bandwidth=10.0, ici_bandwidth=5.0, dcn_bandwidth=1.0)
 
 
-def test_each_resource_has_its_own_time() -> None:
+def test_each_resource_has_its_own_time():
     bound = CHIP.bounds(flops=200, hbm_bytes=30, sent_bytes=5, slice_bytes=4)
     assert bound == Roofline(compute=2.0, memory=3.0, network=1.0, slices=4.0)
 
@@ -76,7 +74,7 @@ def test_each_resource_has_its_own_time() -> None:
         (Roofline(0.0, 1.0, 4.0, 5.0), "slices"),
     ],
 )
-def test_the_slowest_alone_counts(bound: Roofline, slowest: str) -> None:
+def test_the_slowest_alone_counts(bound, slowest):
     assert bound.bound == slowest
     assert bound.seconds == getattr(bound, slowest)
 
@@ -86,7 +84,7 @@ def test_the_slowest_alone_counts(bound: Roofline, slowest: str) -> None:
     "name",
     ["v6e:1x1", *(pytest.param(n, marks=pytest.mark.full) for n in ("v5e:1x1", "v5p:1x1x1"))],
 )
-def test_a_single_chip_is_a_topology(name: str) -> None:
+def test_a_single_chip_is_a_topology(name):
     """In a process of its own: the compiler's library wants one to itself."""
     code = "import sys; from wedlm_jax.aot.topology import describe_topology as of; " + (
         "print(len(of(sys.argv[1]).devices))"

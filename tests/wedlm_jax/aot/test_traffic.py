@@ -1,7 +1,5 @@
 """Bytes through main memory, of small programs written out."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest
@@ -11,11 +9,11 @@ from wedlm_jax.aot.cost import program_cost
 LAYER, STACK, ROW = 8 * 8 * 4, 6 * 8 * 8 * 4, 8 * 4
 
 
-def traffic(text: str) -> int:
+def traffic(text):
     return program_cost(textwrap.dedent(text)).hbm_bytes
 
 
-def test_a_fusion_reads_its_operands_and_writes_its_result_once() -> None:
+def test_a_fusion_reads_its_operands_and_writes_its_result_once():
     text = """
     %fused (p0: f32[8,8], p1: f32[8]) -> f32[8,8] {
       %p0 = f32[8,8]{1,0} parameter(0)
@@ -35,7 +33,7 @@ def test_a_fusion_reads_its_operands_and_writes_its_result_once() -> None:
     assert traffic(text) == LAYER + ROW + LAYER
 
 
-def test_a_loop_over_layers_reads_each_layer_once_not_the_stack() -> None:
+def test_a_loop_over_layers_reads_each_layer_once_not_the_stack():
     text = """
     %fused (p0: f32[6,8,8], p1: s32[]) -> f32[8,8] {
       %p0 = f32[6,8,8]{2,1,0} parameter(0)
@@ -68,7 +66,7 @@ backend_config={"known_trip_count":{"n":"6"}}
     assert traffic(text) == 2 * STACK + counter
 
 
-def test_an_update_in_place_writes_the_update_alone() -> None:
+def test_an_update_in_place_writes_the_update_alone():
     text = """
     %fused (p0: f32[6,8,8], p1: f32[1,8,8], p2: s32[]) -> f32[6,8,8] {
       %p0 = f32[6,8,8]{2,1,0} parameter(0)
@@ -89,7 +87,7 @@ def test_an_update_in_place_writes_the_update_alone() -> None:
 
 
 @pytest.mark.parametrize(("space", "expected"), [("", 2 * LAYER), ("S(1)", LAYER)])
-def test_what_lies_in_the_chips_own_memory_is_free(space: str, expected: int) -> None:
+def test_what_lies_in_the_chips_own_memory_is_free(space, expected):
     text = f"""
     ENTRY %main (a: f32[8,8]) -> f32[8,8] {{
       %a = f32[8,8]{{1,0}} parameter(0)
@@ -100,7 +98,7 @@ def test_what_lies_in_the_chips_own_memory_is_free(space: str, expected: int) ->
 
 
 @pytest.mark.parametrize(("space", "times"), [("", 2), ("S(1)", 1)])
-def test_a_slice_that_is_under_way_counts_once_and_not_the_whole(space: str, times: int) -> None:
+def test_a_slice_that_is_under_way_counts_once_and_not_the_whole(space, times):
     text = f"""
     ENTRY %main (a: f32[6,8,8]) -> f32[1,8,8] {{
       %a = f32[6,8,8]{{2,1,0}} parameter(0)
@@ -112,7 +110,7 @@ slice-start(%a), slice={{[0:1], [0:8], [0:8]}}
     assert traffic(text) == times * LAYER
 
 
-def test_a_kernel_that_says_what_it_moves_is_believed() -> None:
+def test_a_kernel_that_says_what_it_moves_is_believed():
     """It may read a layer of a stack that it takes whole."""
     text = """
     ENTRY %main (a: f32[6,8,8]) -> f32[8,8] {
@@ -147,12 +145,12 @@ ENTRY %main (i: s32[], a: f32[8], b: f32[8,8]) -> f32[8] {
 """
 
 
-def test_of_a_conditional_all_branches_count() -> None:
+def test_of_a_conditional_all_branches_count():
     """The last reads an eighth of what it is given."""
     assert program_cost(BRANCHES).hbm_bytes == 2 * ROW + 2 * ROW
 
 
-def test_collectives_between_slices_are_told_apart() -> None:
+def test_collectives_between_slices_are_told_apart():
     text = """
     ENTRY %main (a: f32[8]) -> f32[8] {
       %a = f32[8]{0} parameter(0)
@@ -169,7 +167,7 @@ frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
     assert cost.collective_count == {"all-gather": 1, "all-reduce between slices": 1}
 
 
-def test_what_runs_on_another_core_ends_with_its_name() -> None:
+def test_what_runs_on_another_core_ends_with_its_name():
     text = """
     %moved (p0: f32[8,8]) -> f32[8,8] {
       %p0 = f32[8,8]{0,1} parameter(0)

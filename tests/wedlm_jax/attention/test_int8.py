@@ -1,9 +1,6 @@
 """Keys, values and weights rounded to 8 bits: how far off they are, and what stays exact."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,6 @@ from tests.examples.decode import TINY, Case, requests_of, run, small_engine
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.attention.int8 import Int8Rows, to_float, to_int8
 from wedlm_jax.attention.ragged import check_ragged_backend
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
@@ -29,7 +25,7 @@ PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (3,), (4, 9), (2, 3, 4, 
 
 
 @given(seed=st.integers(0, 2**31 - 1), size=st.floats(1e-6, 1e4))
-def test_a_row_is_off_by_half_a_step_at_most(seed: int, size: float) -> None:
+def test_a_row_is_off_by_half_a_step_at_most(seed, size):
     x = size * np.random.default_rng(seed).standard_normal((3, 5, 16)).astype(np.float32)
     rows = to_int8(jnp.array(x))
     assert (rows.values.dtype, rows.scales.shape) == (jnp.int8, (3, 5))
@@ -37,7 +33,7 @@ def test_a_row_is_off_by_half_a_step_at_most(seed: int, size: float) -> None:
     assert (np.abs(np.array(to_float(rows, jnp.float32)) - x) <= 0.5001 * step).all()
 
 
-def test_rows_of_zeros_stay_zeros() -> None:
+def test_rows_of_zeros_stay_zeros():
     rows = to_int8(jnp.zeros((2, 8)))
     assert not np.array(to_float(rows, jnp.float32)).any()
 
@@ -46,12 +42,12 @@ MODES = ("paper", "verified", "ar")
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Transformer) -> Engine:
+def engine(tiny_model):
     params = [SamplingParams(mode=mode, temperature=0.7) for mode in MODES]
     return small_engine(tiny_model, params, kv_cache_dtype="int8", deterministic=True)
 
 
-def cases_in(mode: str) -> list[Case]:
+def cases_in(mode):
     params = SamplingParams(
         mode=mode, max_tokens=14, temperature=0.7, entropy_threshold=2.0, draft_budget=50.0
     )
@@ -61,9 +57,7 @@ def cases_in(mode: str) -> list[Case]:
 
 
 @pytest.mark.full
-def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
-    engine: Engine, tiny_model: Transformer
-) -> None:
+def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(engine, tiny_model):
     prompt = PROMPTS[0]
     engine.step(requests_of(cases_in("paper")[:1]), max_forwards=2)
     pages, table = engine.device._pages, engine.scheduler._table[0]
@@ -75,9 +69,7 @@ def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
     assert 0 < jnp.abs(rounded - exact).max() < 0.05 * jnp.abs(exact).max()
 
     # What the cache holds of layer 0 are its keys and values, in steps.
-    def attend(
-        kept: list, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, list]:
+    def attend(kept, layer, q, k, v):
         return q, [jnp.where(layer == 0, new, old) for new, old in zip((k, v), kept, strict=True)]
 
     shape = (len(prompt), TINY.num_key_value_heads, TINY.head_dim)
@@ -93,7 +85,7 @@ def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(
     engine.step(aborted=[0])
 
 
-def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine: Engine) -> None:
+def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine):
     """Though these read from the cache what those still have in their windows."""
     expected, found = run(engine, cases_in("ar")), run(engine, cases_in("verified"))
     assert [r.token_ids for r in found] == [r.token_ids for r in expected]
@@ -102,7 +94,7 @@ def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine: Engin
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_chunks_and_prefixes_taken_over_change_nothing(engine: Engine, mode: str) -> None:
+def test_chunks_and_prefixes_taken_over_change_nothing(engine, mode):
     alone = []
     for case in cases_in(mode):
         engine.scheduler = engine._new_scheduler()  # forgets what is cached
@@ -114,7 +106,7 @@ def test_chunks_and_prefixes_taken_over_change_nothing(engine: Engine, mode: str
 # --- weights -----------------------------------------------------------------------------
 
 
-def test_weights_are_bytes_and_products_nearly_as_before(tiny_model: Transformer) -> None:
+def test_weights_are_bytes_and_products_nearly_as_before(tiny_model):
     model = quantize_weights(tiny_model)
     weight = model.layers.mlp.up_proj.weight[...]
     original = tiny_model.layers.mlp.up_proj.weight[...]
@@ -129,7 +121,7 @@ def test_weights_are_bytes_and_products_nearly_as_before(tiny_model: Transformer
     assert tiny_model.layers.mlp.up_proj.weight[...] is original
 
 
-def test_a_head_of_its_own_is_rounded_too() -> None:
+def test_a_head_of_its_own_is_rounded_too():
     config = dataclasses.replace(TINY, tie_word_embeddings=False)
     model = Transformer(config, rngs=nnx.Rngs(0))
     hidden = jax.random.normal(jax.random.key(0), (2, 3, TINY.hidden_size))
@@ -138,9 +130,9 @@ def test_a_head_of_its_own_is_rounded_too() -> None:
     assert 0 < jnp.abs(rounded - exact).max() < 0.02 * jnp.abs(exact).max()
 
 
-def test_a_checkpoint_is_decoded_with_both(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_checkpoint_is_decoded_with_both(tmp_path_factory):
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-    small: dict[str, Any] = {"window_size": 2, "max_batch_size": 1, "deterministic": True}
+    small = {"window_size": 2, "max_batch_size": 1, "deterministic": True}
     plain = LLM(folder, **small)
     rounded = LLM(folder, quantization="int8", kv_cache_dtype="int8", **small)
     assert rounded.engine.memory.weights < 0.8 * plain.engine.memory.weights

@@ -1,8 +1,5 @@
 """Blocks that are left out of the prediction stream change nothing for those that are there."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -30,28 +27,26 @@ MASK = DualStreamMask.of_blocks(jnp.asarray(SEGMENTS), BLOCK, jnp.asarray(BLOCKS
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_tiles_and_kernel_in_python() -> Iterator[None]:
+def small_tiles_and_kernel_in_python():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "attend_blockwise", partial(attend_blockwise, tile=8))
         patch.setattr(splash, "attend_splash", partial(splash.attend_splash, interpret=True))
         yield
 
 
-def random_qkv(rows: int, batch: int, seed: int = 0) -> Arrays:
+def random_qkv(rows, batch, seed=0):
     keys = jax.random.split(jax.random.key(seed), 4)
     q, probe = (jax.random.normal(key, (batch, rows, 6, 8)) for key in keys[:2])
     k, v = (jax.random.normal(key, (batch, 2, rows, 8)) for key in keys[2:])
     return q, k, v, probe
 
 
-def output_and_gradients(
-    mask: DualStreamMask, qkv: Arrays, implementation: str, tile: int = 0
-) -> list[np.ndarray]:
+def output_and_gradients(mask, qkv, implementation, tile=0):
     *inputs, probe = qkv
 
     @jax.jit
-    def run(mask: DualStreamMask, *inputs: jax.Array) -> tuple:
-        def scalar(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(mask, *inputs):
+        def scalar(*qkv):
             out = attend(*qkv, mask, implementation=implementation, tile=tile)
             return (out * probe).sum(), out
 
@@ -61,7 +56,7 @@ def output_and_gradients(
     return [np.asarray(x) for x in (out, *gradients)]
 
 
-def test_the_mask_is_the_reference() -> None:
+def test_the_mask_is_the_reference():
     for dense, segments, blocks in zip(np.asarray(MASK.dense()), SEGMENTS, BLOCKS, strict=True):
         np.testing.assert_array_equal(dense, placed_matrix(segments, blocks, BLOCK))
 
@@ -71,10 +66,8 @@ def test_the_mask_is_the_reference() -> None:
     spare=st.integers(0, 2),
     sizes=st.lists(st.integers(1, 9), max_size=3),
 )
-def test_the_mask_is_the_whole_one_without_what_is_left_out(
-    kept: list[bool], spare: int, sizes: list[int]
-) -> None:
-    segments: list[int] = []
+def test_the_mask_is_the_whole_one_without_what_is_left_out(kept, spare, sizes):
+    segments = []
     for number, size in enumerate(sizes, 1):
         room = -(-size // BLOCK) * BLOCK
         if len(segments) + room <= LENGTH:
@@ -93,7 +86,7 @@ def test_the_mask_is_the_whole_one_without_what_is_left_out(
 
 
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "dense"])
-def test_output_and_gradients_equal_those_of_dense(implementation: str) -> None:
+def test_output_and_gradients_equal_those_of_dense(implementation):
     qkv = random_qkv(LENGTH + PLACES * BLOCK, batch=3)
     expected = output_and_gradients(MASK, qkv, "dense")
     assert all(np.abs(x).max() > 0.1 for x in expected)
@@ -102,7 +95,7 @@ def test_output_and_gradients_equal_those_of_dense(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_is_left_out_gives_and_takes_nothing(implementation: str) -> None:
+def test_what_is_left_out_gives_and_takes_nothing(implementation):
     """Rows that are there have the output and the gradients they have among all blocks."""
     q, k, v, probe = random_qkv(2 * LENGTH, batch=3)
     picked = np.zeros((3, LENGTH + PLACES * BLOCK), np.int32)
@@ -112,7 +105,7 @@ def test_what_is_left_out_gives_and_takes_nothing(implementation: str) -> None:
         picked[row] = [*range(LENGTH), *np.minimum(places, 2 * LENGTH - 1)]
         there[row, LENGTH:] = np.repeat(blocks < LENGTH // BLOCK, BLOCK)
 
-    def few(x: jax.Array, axis: int) -> jax.Array:
+    def few(x, axis):
         index = picked[:, None, :, None] if axis == 2 else picked[:, :, None, None]
         return jnp.take_along_axis(x, jnp.asarray(index), axis=axis)
 
@@ -136,7 +129,7 @@ def test_what_is_left_out_gives_and_takes_nothing(implementation: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("implementation", ["blockwise", "splash"])
-def test_long_rows_of_several_tiles_equal_dense(implementation: str) -> None:
+def test_long_rows_of_several_tiles_equal_dense(implementation):
     """Tiles of their full size, streams that are no multiple of them, and blocks that leap."""
     length, block, places = 640, 32, 9
     segments = np.zeros((2, length), np.int32)
@@ -155,7 +148,7 @@ def test_long_rows_of_several_tiles_equal_dense(implementation: str) -> None:
 
 
 @pytest.mark.full
-def test_tiles_that_no_query_sees_are_not_visited() -> None:
+def test_tiles_that_no_query_sees_are_not_visited():
     """Eight tiles of memory and three of predictions, which begin late."""
     length, tile, block = 1024, 128, 32
     segments = np.ones(length, np.int32)
@@ -181,7 +174,7 @@ def test_tiles_that_no_query_sees_are_not_visited() -> None:
 
 
 @pytest.mark.parametrize(("length", "places", "block"), [(16, 2, 4), (64, 3, 16), (8, 5, 1)])
-def test_the_kernels_pattern_is_the_mask(length: int, places: int, block: int) -> None:
+def test_the_kernels_pattern_is_the_mask(length, places, block):
     """Also of blocks at any places, and one behind the last."""
     random = np.random.default_rng(length)
     count = length // block
@@ -197,7 +190,7 @@ def test_the_kernels_pattern_is_the_mask(length: int, places: int, block: int) -
     assert not np.asarray(seen)[there:, :there].any()
 
 
-def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused() -> None:
+def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused():
     splash.DualStreamPattern(TileGrid(131_072, 65_536, 128, 32, unit=32))
     with pytest.raises(InputError, match=r"rows of 262,144 tokens.*prediction_blocks = 8192"):
         splash.DualStreamPattern(TileGrid(262_144, 131_072, 128, 32, unit=32))
@@ -205,7 +198,7 @@ def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused() -> None:
 
 @settings(max_examples=5, deadline=None)
 @given(data=st.data())
-def test_any_blocks_equal_dense_in_blockwise(data: st.DataObject) -> None:
+def test_any_blocks_equal_dense_in_blockwise(data):
     kept = data.draw(st.lists(st.sets(st.integers(0, 5), max_size=PLACES), min_size=3, max_size=3))
     blocks = [[*sorted(one), *[6] * (PLACES - len(one))] for one in kept]
     mask = DualStreamMask.of_blocks(jnp.asarray(SEGMENTS), BLOCK, jnp.array(blocks, jnp.int32))
@@ -216,7 +209,7 @@ def test_any_blocks_equal_dense_in_blockwise(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "dense"])
-def test_windows_at_any_place_equal_dense(implementation: str) -> None:
+def test_windows_at_any_place_equal_dense(implementation):
     """As a drafter's, which stand behind tokens, not behind whole blocks."""
     before = jnp.array([[1, 3, 10, 0], [5, 6, 7, 23], [2, 11, 0, 0]], jnp.int32)
     own = jnp.array([[1, 1, 2, 0], [1, 1, 1, 1], [1, 1, 0, 0]], jnp.int32)

@@ -1,11 +1,6 @@
 """Ragged attention over pages against a loop over queries and heads, and what stays equal to the
 bit."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +15,7 @@ from wedlm_jax.attention.ragged_xla import make_tiles
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2, jnp.int8: 2e-5}
 
 
-def check(example: Example, dtype: Any, **how: Any) -> None:
+def check(example, dtype, **how):
     """Compares every sequence with the reference, which reads the same pages."""
     out, pages = run_xla(example, dtype, **how)
     out, pool = np.array(out.astype(jnp.float32)), as_floats(pages)
@@ -64,14 +59,8 @@ span_lists = st.lists(
 )
 @given(spans=span_lists)
 def test_spans_attend_to_what_they_see(
-    page_size: int,
-    kv_heads: int,
-    group: int,
-    dtype: Any,
-    deterministic: bool,
-    together: bool,
-    spans: list[tuple[int, int]],
-) -> None:
+    page_size, kv_heads, group, dtype, deterministic, together, spans
+):
     """All of one shape, which compiles once: what is less than the most is padding."""
     lengths, before = zip(*spans, *[(0, 0)] * (SEQUENCES - len(spans)), strict=True)
     columns = -(-(LONGEST + FURTHEST) // page_size)
@@ -103,18 +92,16 @@ def test_spans_attend_to_what_they_see(
 )
 @pytest.mark.parametrize("columns", [None, 80], ids=["", "wide"])
 @pytest.mark.parametrize("together", [False, True], ids=["loops", "together"])
-def test_shapes_of_forwards(
-    lengths: list[int], before: list[int], columns: int | None, together: bool
-) -> None:
+def test_shapes_of_forwards(lengths, before, columns, together):
     example = make_example(0, lengths, before, padding=3, columns=columns)
     check(example, jnp.float32, together=together)
 
 
-def test_all_tiles_together_take_one_loop_over_the_longest_text() -> None:
+def test_all_tiles_together_take_one_loop_over_the_longest_text():
     """Each turn of a loop goes back to a GPU's host."""
     example = make_example(0, [1] * 19 + [30, 20], [5] * 18 + [250, 90, 40], padding=3)
 
-    def loops(together: bool) -> int:
+    def loops(together):
         text = str(jax.make_jaxpr(lambda: run_xla(example, together=together))())
         return text.count("while[") + text.count("scan[")
 
@@ -126,7 +113,7 @@ def test_all_tiles_together_take_one_loop_over_the_longest_text() -> None:
     assert int(tiles.single.groups) == int(tiles.longer.groups) == 1
 
 
-def test_nothing_else_is_written() -> None:
+def test_nothing_else_is_written():
     example = make_example(0, [1, 7, 0, 4], [10, 3, 0, 0], padding=5)
     _, pages = run_xla(example)
     written = np.array(pages) != example.pool
@@ -138,7 +125,7 @@ def test_nothing_else_is_written() -> None:
     assert pages_written == {LAYER * example.num_pages + page for page in own | trash}
 
 
-def test_work_follows_what_is_visible() -> None:
+def test_work_follows_what_is_visible():
     spans, _ = make_spans(np.random.default_rng(0), [1, 40, 0, 1], [700, 300, 0, 9], page_size=16)
     tiles = make_tiles(spans, 64, 16, tile=24, block=256)
     assert tiles.single is not None
@@ -154,14 +141,7 @@ BEFORE = 70
 """Tokens before the spans of a sequence whose bits are compared."""
 
 
-def bits_of(
-    cuts: Sequence[int],
-    dtype: Any,
-    *,
-    index: int = 0,
-    others: Sequence[tuple[int, int]] = ((0, 0),) * 3,
-    seed: int = 0,
-) -> np.ndarray:
+def bits_of(cuts, dtype, *, index=0, others=((0, 0),) * 3, seed=0):
     """What the tokens of one sequence attend to, in spans of these lengths, among others.
 
     Args:
@@ -208,16 +188,16 @@ def bits_of(
     ],
     ids=["pages", "neighbours", "token by token", "parts"],
 )
-def test_bits_depend_on_the_sequence_alone(dtype: Any, cuts: list[int], where: Any) -> None:
+def test_bits_depend_on_the_sequence_alone(dtype, cuts, where):
     np.testing.assert_array_equal(bits_of(cuts, dtype, **where), bits_of([12], dtype))
 
 
-def test_no_scores_of_whole_tables_exist() -> None:
+def test_no_scores_of_whole_tables_exist():
     """T tokens against a table for S places: no array is as large as T x S."""
     example = make_example(0, [64], [10], columns=4096)
-    sizes: list[int] = []
+    sizes = []
 
-    def visit(jaxpr: Any) -> None:
+    def visit(jaxpr):
         for equation in jaxpr.eqns:
             sizes.extend(int(np.prod(x.aval.shape)) for x in equation.outvars)
             for value in equation.params.values():

@@ -1,11 +1,8 @@
 """Which backend runs where, and attention over pages whose heads are cut over devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +11,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.examples.decode import TINY
-from tests.examples.ragged import LAYER, LAYERS, Example, make_example, run_xla
+from tests.examples.ragged import LAYER, LAYERS, make_example, run_xla
 from wedlm_jax.attention.int8 import Int8Rows
-from wedlm_jax.attention.pages import Spans
 from wedlm_jax.attention.ragged import (
     allocate_pages,
     attend_pages,
@@ -31,7 +27,7 @@ from wedlm_jax.sharding import make_mesh, on_replicas
 WIDE = dataclasses.replace(TINY, head_dim=128)
 
 
-def test_platforms_have_their_own_backend() -> None:
+def test_platforms_have_their_own_backend():
     assert check_ragged_backend(None, "cpu", WIDE) == "xla"
     assert check_ragged_backend(None, "tpu", WIDE) == "rpa"
     assert check_ragged_backend(None, "tpu", TINY) == "xla"
@@ -49,14 +45,12 @@ def test_platforms_have_their_own_backend() -> None:
         ("rpa", "tpu", TINY, False, "head_dim that is a multiple of 128, not"),
     ],
 )
-def test_backends_that_cannot_run_are_refused(
-    name: str, platform: str, config: Any, int8: bool, message: str
-) -> None:
+def test_backends_that_cannot_run_are_refused(name, platform, config, int8, message):
     with pytest.raises(InputError, match=message):
         check_ragged_backend(name, platform, config, int8=int8)
 
 
-def test_pages_of_a_model() -> None:
+def test_pages_of_a_model():
     pages = allocate_pages(TINY, 5, 8, jnp.bfloat16, replicas=2)
     rows = 2 * TINY.num_hidden_layers * 5
     shape = (rows, 8, 2 * TINY.num_key_value_heads, TINY.head_dim)
@@ -66,13 +60,13 @@ def test_pages_of_a_model() -> None:
     assert rounded.scales.shape == (rows // 2, *shape[1:3])
 
 
-def forward(spans: Spans, pages: Any, q: Any, k: Any, v: Any, *, num_pages: int) -> Any:
+def forward(spans, pages, q, k, v, *, num_pages):
     """All layers, one after the other."""
     size, page_size = q.shape[0], pages.shape[1]
     places = token_places(spans, size, page_size)
     plan = attention_plan(spans, size, page_size, implementation="xla")
 
-    def layer(number: Any, carry: Any) -> Any:
+    def layer(number, carry):
         q, pages = carry
         pages = write_pages(pages, k, v, places, number, num_pages)
         return attend_pages(q, pages, plan, number, num_pages), pages
@@ -80,12 +74,12 @@ def forward(spans: Spans, pages: Any, q: Any, k: Any, v: Any, *, num_pages: int)
     return jax.lax.fori_loop(0, LAYERS, layer, (q, pages))
 
 
-def arguments(example: Example) -> tuple[Any, ...]:
+def arguments(example):
     return example.spans, *(jnp.array(x) for x in (example.pool, example.q, example.k, example.v))
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
-def test_heads_are_cut_over_devices(sizes: dict[str, int]) -> None:
+def test_heads_are_cut_over_devices(sizes):
     example = make_example(3, [1, 20, 0, 1], [30, 40, 0, 7], kv_heads=8, padding=2)
     given = arguments(example)
     run = partial(forward, num_pages=example.num_pages)
@@ -111,7 +105,7 @@ def test_heads_are_cut_over_devices(sizes: dict[str, int]) -> None:
     assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute", text)
 
 
-def test_one_pool_is_updated_in_place() -> None:
+def test_one_pool_is_updated_in_place():
     example = make_example(3, [1, 20], [30, 40], padding=2, columns=16)
     pool = jnp.zeros((LAYERS * 2048, *example.pool.shape[1:]))
     given = arguments(example)
@@ -127,7 +121,7 @@ def test_one_pool_is_updated_in_place() -> None:
     assert not copies
 
 
-def test_a_single_token_does_not_copy_the_pool() -> None:
+def test_a_single_token_does_not_copy_the_pool():
     example = make_example(3, [1], [30], columns=16)
     pool = jnp.zeros((LAYERS * 2048, *example.pool.shape[1:]))
     given = arguments(example)
@@ -136,7 +130,7 @@ def test_a_single_token_does_not_copy_the_pool() -> None:
     assert memory.temp_size_in_bytes < pool.nbytes / 4
 
 
-def test_layers_do_not_touch_one_another() -> None:
+def test_layers_do_not_touch_one_another():
     example = make_example(3, [4], [6])
     _, pages = run_xla(example)
     others = [i for i in range(LAYERS) if i != LAYER]

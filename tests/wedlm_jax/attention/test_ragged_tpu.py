@@ -1,11 +1,7 @@
 """The TPU kernel, interpreted, against a loop over queries and heads; and an engine with it."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.examples.decode import TINY
-from tests.examples.ragged import LAYER, Example, make_example
+from tests.examples.ragged import LAYER, make_example
 from tests.reference.ragged import attend_span, cached
 from tests.tpu_interpreter import interpreted_kernel
 from wedlm_jax.attention.pages import Spans
@@ -36,12 +32,12 @@ TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2}
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernel(monkeypatch):
     with interpreted_kernel(monkeypatch):
         yield
 
 
-def example_of(spans: list[tuple[int, int]], kv_heads: int = 2) -> Example:
+def example_of(spans, kv_heads=2):
     """All of one shape, which compiles once."""
     lengths, before = zip(*spans, strict=True)
     return make_example(
@@ -58,19 +54,19 @@ def example_of(spans: list[tuple[int, int]], kv_heads: int = 2) -> Example:
 
 
 @partial(jax.jit, static_argnames="num_pages")
-def run(spans: Spans, pool: Any, q: Any, k: Any, v: Any, *, num_pages: int) -> tuple[Any, Any]:
+def run(spans, pool, q, k, v, *, num_pages):
     places = token_places(spans, q.shape[0], PAGE_SIZE)
     plan = attention_plan(spans, q.shape[0], PAGE_SIZE, implementation="rpa")
     pages = write_pages(pool, k, v, places, LAYER, num_pages)
     return attend_pages(q, pages, plan, LAYER, num_pages), pages
 
 
-def arguments(example: Example, dtype: Any = jnp.float32) -> tuple[Any, ...]:
+def arguments(example, dtype=jnp.float32):
     arrays = (example.pool, example.q, example.k, example.v)
     return example.spans, *(jnp.array(x, dtype) for x in arrays)
 
 
-def check(example: Example, out: Any, pages: Any, limit: float) -> None:
+def check(example, out, pages, limit):
     """Compares every sequence with the reference, which reads the same pages."""
     out, pool = (np.array(x.astype(jnp.float32)) for x in (out, pages))
     q = np.array(jnp.array(example.q, pages.dtype).astype(jnp.float32))
@@ -85,7 +81,7 @@ def check(example: Example, out: Any, pages: Any, limit: float) -> None:
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_spans_attend_to_what_they_see(dtype: Any) -> None:
+def test_spans_attend_to_what_they_see(dtype):
     """Empty spans stand first, last, between, everywhere but in one place, and nowhere; others are
     AR tokens, windows, and chunks longer than a block of queries."""
     for spans in (
@@ -101,7 +97,7 @@ def test_spans_attend_to_what_they_see(dtype: Any) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_heads_are_cut_over_devices() -> None:
+def test_heads_are_cut_over_devices():
     example = example_of([(0, 0), (17, 40), (0, 0), (20, 70), (1, 9)], kv_heads=8)
     mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
     token = PartitionSpec(None, "tensor")
@@ -116,7 +112,7 @@ def test_heads_are_cut_over_devices() -> None:
 
 
 @given(lengths=st.lists(st.sampled_from([0, 0, 1, 5, 17]), min_size=1, max_size=8))
-def test_spans_with_tokens_come_first_in_their_order(lengths: list[int]) -> None:
+def test_spans_with_tokens_come_first_in_their_order(lengths):
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     kv = np.array([length + 10 * i if length else 0 for i, length in enumerate(lengths)])
     table = np.arange(len(lengths), dtype=np.int32)[:, None]
@@ -135,7 +131,7 @@ WIDE = dataclasses.replace(TINY, head_dim=128, num_key_value_heads=2)
 
 @pytest.mark.full
 @pytest.mark.usefixtures("kernel")
-def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch):
     """Four places for three prompts: one place is empty from the start, and more become so, while a
     prompt of several chunks is computed beside windows."""
     model = Transformer(WIDE, rngs=nnx.Rngs(0))
@@ -154,7 +150,7 @@ def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch: pytest.MonkeyP
     sizes = {"max_batch_size": 4, "page_size": 4, "chunk_tokens": 8}
     config = EngineConfig(window_size=4, lookup=0, **sizes)
 
-    def decoded() -> list[Any]:
+    def decoded():
         engine = Engine(model, config)
         engine.expect([request.params for request in requests])
         results = engine.decode(requests)

@@ -1,7 +1,5 @@
 """Sides of the kernel's tiles: by chip, by recipe, and never larger than the row."""
 
-from __future__ import annotations
-
 import pytest
 
 from wedlm_jax.aot.topology import CHIPS
@@ -19,16 +17,14 @@ from wedlm_jax.attention.tiles import TILES, UNKNOWN, grid_seconds, tile_side
         (8192, 0, None, UNKNOWN),
     ],
 )
-def test_the_side_is_the_recipes_or_the_chips(
-    length: int, given: int, kind: str | None, side: int
-) -> None:
+def test_the_side_is_the_recipes_or_the_chips(length, given, kind, side):
     assert tile_side(length, given, kind) == side
 
 
 @pytest.mark.parametrize(
     ("kind", "chip"), [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e")]
 )
-def test_the_chips_side_takes_the_least_time(kind: str, chip: str) -> None:
+def test_the_chips_side_takes_the_least_time(kind, chip):
     sides = (256, 512, 1024)
     times = {side: grid_seconds(4096, side, CHIPS[chip].peak_flops) for side in sides}
     assert min(times, key=times.__getitem__) == TILES[kind]

@@ -1,9 +1,5 @@
 """Drafters on disk: what is written is what is read, in every layout, and whose they are."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -14,7 +10,6 @@ from tests.examples.training import tiny_transformer
 from wedlm_jax.checkpoint.adapters import base_digest, save_drafter, with_drafter
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.open import open_checkpoint
-from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.sharding import make_mesh
@@ -22,35 +17,33 @@ from wedlm_jax.sharding import make_mesh
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), rows="masked")
 
 
-def whole_model() -> Transformer:
+def whole_model():
     return tiny_transformer(**DIVIDED)
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "model"
     save_checkpoint(whole_model(), whole_model().config, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def adapters() -> nnx.State:
+def adapters():
     random = np.random.default_rng(0)
     state = nnx.state(with_adapters(whole_model(), LORA, nnx.Rngs(0)), nnx.LoRAParam)
     return jax.tree.map(lambda x: jax.numpy.asarray(random.normal(size=x.shape), x.dtype), state)
 
 
 @pytest.fixture(scope="module")
-def drafter(adapters: nnx.State, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafter(adapters, base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters") / "drafter"
     save_drafter(adapters, LORA, folder, base=base, window=8, dtype="float32")
     return folder
 
 
 @pytest.mark.parametrize("layout", ["stacked", "apart", "mesh"])
-def test_what_is_written_is_read(
-    layout: str, base: Path, drafter: Path, adapters: nnx.State
-) -> None:
+def test_what_is_written_is_read(layout, base, drafter, adapters):
     mesh = make_mesh({"tensor": 2}, jax.devices()[:2]) if layout == "mesh" else None
     model = load_checkpoint(base, mesh=mesh, stacked=layout != "apart")
     made = with_drafter(model, base, drafter, mesh)
@@ -67,7 +60,7 @@ def test_what_is_written_is_read(
             assert len(found[path][...].sharding.device_set) == 2
 
 
-def test_a_digest_is_of_the_values_not_of_their_dtype(base: Path, tmp_path: Path) -> None:
+def test_a_digest_is_of_the_values_not_of_their_dtype(base, tmp_path):
     digest = base_digest(open_checkpoint(base))
     save_checkpoint(whole_model(), whole_model().config, tmp_path / "half", dtype="bfloat16")
     assert base_digest(open_checkpoint(tmp_path / "half")) == digest

@@ -1,7 +1,5 @@
 """The bits of a grammar on the device, against a loop over rows and tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -23,7 +21,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("vocab", [12, 32, 70])
-def test_each_row_of_a_filled_slot_has_the_bits_of_the_slot_behind_it(vocab: int) -> None:
+def test_each_row_of_a_filled_slot_has_the_bits_of_the_slot_behind_it(vocab):
     rng = np.random.default_rng(vocab)
     masks = all_allowed(len(SOME), 4, vocab)
     assert masks.shape == (3, 4, -(-vocab // 32))
@@ -38,7 +36,7 @@ def test_each_row_of_a_filled_slot_has_the_bits_of_the_slot_behind_it(vocab: int
     assert sum(not is_mask for *_, is_mask in named) == 4
 
 
-def test_without_the_trait_there_are_none() -> None:
+def test_without_the_trait_there_are_none():
     traits = Traits.of(SamplingParams(regex="a"), 4)
     assert traits.grammar
     allowed = abstract_options(2, traits, 100).allowed
@@ -48,7 +46,7 @@ def test_without_the_trait_there_are_none() -> None:
     assert abstract_options(2, traits.without_windows, 100).allowed.shape == (2, 1, 4)
 
 
-def test_a_row_takes_no_more_than_its_bits() -> None:
+def test_a_row_takes_no_more_than_its_bits():
     rows, _ = rows_of(SOME)
     jaxpr = jax.make_jaxpr(lambda masks: allowed_tokens(masks, rows, 64))(all_allowed(3, 4, 64))
     assert max(np.prod(x.shape) for x in arrays_in(jaxpr.jaxpr)) <= rows.slot.shape[0] * 64

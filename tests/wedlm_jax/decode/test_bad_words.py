@@ -1,7 +1,5 @@
 """Masks that are filled in one forward never complete a bad word together."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -18,7 +16,7 @@ from wedlm_jax.params import SamplingParams
 keep = jax.jit(keep_apart)
 
 
-def chosen_and_tokens(some: list[Decoding], seed: int) -> tuple[np.ndarray, np.ndarray]:
+def chosen_and_tokens(some, seed):
     """Of each window some masks, and of few tokens one for each: ``[N, P]``."""
     rng = np.random.default_rng(seed)
     chosen = np.zeros((len(some) + 1, SLOTS), bool)
@@ -28,7 +26,7 @@ def chosen_and_tokens(some: list[Decoding], seed: int) -> tuple[np.ndarray, np.n
     return chosen, rng.integers(0, 3, chosen.shape).astype(np.int32)
 
 
-def with_words(one: Decoding, words: tuple[tuple[int, ...], ...]) -> Decoding:
+def with_words(one, words):
     return dataclasses.replace(one, params=dataclasses.replace(one.params, bad_words=words))
 
 
@@ -41,9 +39,7 @@ short_words = st.lists(st.lists(few, min_size=1, max_size=4).map(tuple), max_siz
     words=st.lists(short_words, min_size=3, max_size=3),
     seed=st.integers(0, 2**16),
 )
-def test_the_last_new_token_of_each_word_is_left_out(
-    some: list[Decoding], words: list[tuple[tuple[int, ...], ...]], seed: int
-) -> None:
+def test_the_last_new_token_of_each_word_is_left_out(some, words, seed):
     some = [with_words(one, theirs) for one, theirs in zip(some, words, strict=True)]
     chosen, tokens = chosen_and_tokens(some, seed)
     kept = np.asarray(keep(state_of(some), options_of(some), jnp.array(chosen), jnp.array(tokens)))
@@ -62,7 +58,7 @@ def test_the_last_new_token_of_each_word_is_left_out(
         assert not (kept[i] & ~chosen[i]).any()
 
 
-def test_none_of_the_words_stands_then_and_the_first_mask_is_filled() -> None:
+def test_none_of_the_words_stands_then_and_the_first_mask_is_filled():
     params = SamplingParams(mode="paper", bad_words=((1, 2), (2, 2), (2, 1, 2)))
     one = Decoding((2,), (), (None, None, 1, None), params)
     for first in range(3):
@@ -80,7 +76,7 @@ def test_none_of_the_words_stands_then_and_the_first_mask_is_filled() -> None:
                 assert filled[0] == first
 
 
-def test_a_word_that_begins_in_the_prompt_is_none() -> None:
+def test_a_word_that_begins_in_the_prompt_is_none():
     params = SamplingParams(mode="paper", bad_words=((7, 8),))
     window = (None, None)
     chosen = np.zeros((2, SLOTS), bool)

@@ -1,7 +1,5 @@
 """Texts that grow by what is committed, and windows that are given other widths."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -12,14 +10,14 @@ from hypothesis import strategies as st
 
 from wedlm_jax.decode.loop import append, with_windows
 from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.state import DecodeState, idle_state, num_slots
+from wedlm_jax.decode.state import idle_state, num_slots
 
 WIDEST = 4
 SLOTS = num_slots(WIDEST)
 TEXT = (5, 6, 7, 8)
 
 
-def state_of(windows: list[list[int | None]], *, anchored: list[bool]) -> DecodeState:
+def state_of(windows, *, anchored):
     """Sequences with this text, each with a window; that of an anchored one begins with the text's
     last token."""
     count = len(windows)
@@ -43,7 +41,7 @@ def state_of(windows: list[list[int | None]], *, anchored: list[bool]) -> Decode
     )
 
 
-def options_of(windows: list[int], verified: list[bool], max_tokens: int = 9) -> Options:
+def options_of(windows, verified, max_tokens=9):
     return Options(
         window=jnp.array(windows, jnp.int32),
         stop_ids=jnp.array([[1, -1]] * len(windows)),
@@ -52,7 +50,7 @@ def options_of(windows: list[int], verified: list[bool], max_tokens: int = 9) ->
     )
 
 
-def views(state: DecodeState) -> list[list[int | None]]:
+def views(state):
     return [
         [int(state.tokens[i, s]) if state.filled[i, s] else None for s in range(state.active[i])]
         for i in range(len(state.active))
@@ -63,9 +61,9 @@ narrow = jax.jit(with_windows)
 
 
 @given(drafts=st.integers(0, WIDEST - 1), window=st.integers(0, WIDEST))
-def test_a_verified_window_keeps_masks_behind_its_drafts(drafts: int, window: int) -> None:
+def test_a_verified_window_keeps_masks_behind_its_drafts(drafts, window):
     """So that the token behind the last draft has its row: `verify` takes it if all are right."""
-    before: list[int | None] = [8, *range(10, 10 + drafts), *[None] * WIDEST]
+    before = [8, *range(10, 10 + drafts), *[None] * WIDEST]
     state = state_of([before], anchored=[True])
     after = narrow(state, options_of([window], [True]), jnp.array([True]))
     (view,) = views(after)
@@ -76,8 +74,8 @@ def test_a_verified_window_keeps_masks_behind_its_drafts(drafts: int, window: in
     assert int(after.num_computed[0]) == len(TEXT) - 1
 
 
-def test_a_paper_window_forgets_what_does_not_fit() -> None:
-    before: list[int | None] = [10, None, 12, None, None]
+def test_a_paper_window_forgets_what_does_not_fit():
+    before = [10, None, 12, None, None]
     state = state_of([before] * 3, anchored=[False] * 3)
     options = options_of([1, 2, 0], [False] * 3)
     after = narrow(state, options, jnp.array([True, True, True]))
@@ -89,8 +87,8 @@ def test_a_paper_window_forgets_what_does_not_fit() -> None:
     assert after.num_computed.tolist() == [4, 4, 3]
 
 
-def test_windows_that_do_not_change_stay() -> None:
-    before: list[int | None] = [10, None, 12, None, None]
+def test_windows_that_do_not_change_stay():
+    before = [10, None, 12, None, None]
     state = state_of([before] * 2, anchored=[False] * 2)
     after = narrow(state, options_of([1, 1], [False] * 2), jnp.array([False, True]))
     assert views(after) == [before, [10, None]]
@@ -101,9 +99,7 @@ def test_windows_that_do_not_change_stay() -> None:
     count=st.integers(0, 5),
     room=st.integers(1, 5),
 )
-def test_a_text_grows_to_its_first_stop_or_its_length(
-    new: list[int], count: int, room: int
-) -> None:
+def test_a_text_grows_to_its_first_stop_or_its_length(new, count, room):
     """Token 1 is a stop."""
     state = state_of([[None]], anchored=[False])
     options, nothing = options_of([1], [False], max_tokens=2 + room), jnp.array([0])

@@ -1,10 +1,7 @@
 """Bias, penalties, minimum length and bad words of flat rows, against NumPy and against
 autoregressive decoding; and that a program without them has nothing of them."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +26,7 @@ from tests.jaxpr_shapes import arrays_in, equations_in
 from tests.reference.logit_options import adjusted, seen_by_row
 from wedlm_jax.decode.logits import adjusted_logits, token_use, with_committed
 from wedlm_jax.decode.options import Traits, idle_options
-from wedlm_jax.decode.state import DecodeState, HeadRows, idle_state
+from wedlm_jax.decode.state import idle_state
 from wedlm_jax.params import SamplingParams
 
 LARGEST_ROWS = 40
@@ -38,25 +35,25 @@ PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_pena
 
 
 @jax.jit
-def adjust(logits: jax.Array, state: DecodeState, options: Any, rows: HeadRows) -> jax.Array:
+def adjust(logits, state, options, rows):
     return adjusted_logits(logits, state, options, rows, token_use(state, options, VOCAB))
 
 
-def some_logits(seed: int) -> np.ndarray:
+def some_logits(seed):
     """float32 ``[LARGEST_ROWS, V]``, the last token never possible."""
     logits = 3 * np.random.default_rng(seed).normal(size=(LARGEST_ROWS, VOCAB))
     logits[:, -1] = -np.inf
     return logits.astype(np.float32)
 
 
-def adjusted_rows(some: list[Decoding], logits: np.ndarray) -> tuple[np.ndarray, list[Any]]:
+def adjusted_rows(some, logits):
     _, named = rows_of(some, padding=0)
     rows, _ = rows_of(some, padding=LARGEST_ROWS - len(named))
     return np.asarray(adjust(logits, state_of(some), options_of(some), rows)), named
 
 
 @given(some=st.lists(sequences(), min_size=3, max_size=3), seed=st.integers(0, 2**16))
-def test_each_row_equals_numpy(some: list[Decoding], seed: int) -> None:
+def test_each_row_equals_numpy(some, seed):
     logits = some_logits(seed)
     ours, named = adjusted_rows(some, logits)
     for row, (i, slot, is_mask) in enumerate(named):
@@ -67,7 +64,7 @@ def test_each_row_equals_numpy(some: list[Decoding], seed: int) -> None:
 
 
 @given(one=sequences("verified"), seed=st.integers(0, 2**16))
-def test_a_verified_row_is_the_autoregressive_row_of_its_drafts(one: Decoding, seed: int) -> None:
+def test_a_verified_row_is_the_autoregressive_row_of_its_drafts(one, seed):
     """To the last bit: the tokens that it chooses are those of autoregressive decoding."""
     logits = some_logits(seed)
     drafts = [token for token in one.window[1:] if token is not None]
@@ -85,9 +82,7 @@ def test_a_verified_row_is_the_autoregressive_row_of_its_drafts(one: Decoding, s
 
 
 @given(some=st.lists(sequences(), min_size=3, max_size=3), data=st.data())
-def test_counts_that_are_updated_equal_those_made_afresh(
-    some: list[Decoding], data: st.DataObject
-) -> None:
+def test_counts_that_are_updated_equal_those_made_afresh(some, data):
     more = [
         dataclasses.replace(
             one,
@@ -111,7 +106,7 @@ def test_counts_that_are_updated_equal_those_made_afresh(
         assert set(np.flatnonzero(afresh.prompt[i])) == set(one.prompt)
 
 
-def traced(traits: Traits) -> Any:
+def traced(traits):
     """The jaxpr of a program with these traits."""
     sequences = 3
     state = idle_state(sequences, window=WINDOW, text=LONGEST_TEXT, emitted=1, with_logprobs=False)
@@ -120,14 +115,14 @@ def traced(traits: Traits) -> Any:
     return jax.make_jaxpr(adjust)(jnp.zeros((5, VOCAB)), state, options, rows).jaxpr
 
 
-def test_without_options_logits_pass_untouched() -> None:
+def test_without_options_logits_pass_untouched():
     plain = Traits(window=WINDOW, paper=True, verified=True, autoregressive=True, sampled=True)
     primitives = {equation.primitive.name for equation in equations_in(traced(plain))}
     assert primitives <= {"jit", "pjit"}
 
 
-def test_only_penalties_count_tokens() -> None:
-    def counts(traits: Traits) -> bool:
+def test_only_penalties_count_tokens():
+    def counts(traits):
         arrays = {(x.shape, str(x.dtype)) for x in arrays_in(traced(traits))}
         return ((3, VOCAB), "int32") in arrays
 
@@ -135,7 +130,7 @@ def test_only_penalties_count_tokens() -> None:
     assert not counts(dataclasses.replace(ALL_TRAITS, penalties=False))
 
 
-def test_a_sequence_without_penalties_keeps_its_logits_to_the_bit() -> None:
+def test_a_sequence_without_penalties_keeps_its_logits_to_the_bit():
     plain = Decoding((3, 4), (3, 3), (5, None, 6, None), SamplingParams(mode="paper"))
     penalised = dataclasses.replace(plain, params=SamplingParams(mode="paper", **PENALTIES))  # type: ignore[arg-type]
     logits = some_logits(3)
@@ -154,9 +149,7 @@ def test_a_sequence_without_penalties_keeps_its_logits_to_the_bit() -> None:
         ("verified", (2, 7, None, None), 3, True, {2: 1, 7: 1}),
     ],
 )
-def test_what_counts(
-    mode: str, window: tuple[int | None, ...], slot: int, is_mask: bool, expected: dict[int, int]
-) -> None:
+def test_what_counts(mode, window, slot, is_mask, expected):
     one = Decoding((3,), (2,), window, SamplingParams(mode=mode, frequency_penalty=1.0))
     ours, named = adjusted_rows([one] * 3, np.zeros((LARGEST_ROWS, VOCAB), np.float32))
     counts = -ours[named.index((0, slot, is_mask))]

@@ -1,9 +1,6 @@
 """Drafts copied from texts: what is found, what is learnt, and how many are taken."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +30,7 @@ look = jax.jit(find, static_argnums=2)
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=LONGEST_TEXT)
 
 
-def padded(some: list[list[int]]) -> tuple[jax.Array, jax.Array]:
+def padded(some):
     """Texts as the state holds them; what stands behind them must not matter."""
     rows = np.random.default_rng(len(some)).integers(0, 3, (len(some), LONGEST_TEXT))
     for row, text in zip(rows, some, strict=True):
@@ -42,7 +39,7 @@ def padded(some: list[list[int]]) -> tuple[jax.Array, jax.Array]:
 
 
 @given(some=st.lists(texts, min_size=3, max_size=3))
-def test_copies_follow_the_latest_occurrence_of_the_longest_ending(some: list[list[int]]) -> None:
+def test_copies_follow_the_latest_occurrence_of_the_longest_ending(some):
     found = look(*padded(some), MOST)
     for tokens, match, text in zip(found.tokens, found.match, some, strict=True):
         expected, shared = reference.find(text, MOST, LONGEST, FARTHEST)
@@ -62,14 +59,14 @@ def test_copies_follow_the_latest_occurrence_of_the_longest_ending(some: list[li
         ([*range(12), *range(10)], [10, 11, 0, 1, 2, 3], FARTHEST),
     ],
 )
-def test_copies_of_some_texts(text: list[int], copies: list[int], match: int) -> None:
+def test_copies_of_some_texts(text, copies, match):
     assert reference.find(text, MOST, LONGEST, FARTHEST) == (copies, match)
     found = look(*padded([text]), MOST)
     assert int(found.match[0]) == match
     assert not copies or found.tokens[0].tolist() == copies
 
 
-def test_a_text_is_searched_in_one_pass() -> None:
+def test_a_text_is_searched_in_one_pass():
     """Nothing larger than a few arrays of the texts' own size exists."""
     jaxpr = jax.make_jaxpr(lambda text, length: find(text, length, 15))(
         jnp.zeros((4, 1000), jnp.int32), jnp.ones(4, jnp.int32)
@@ -85,9 +82,7 @@ learned = jax.jit(learn)
     committed=st.lists(st.integers(0, 1), max_size=MOST + 2),
     match=st.integers(0, FARTHEST),
 )
-def test_every_committed_token_says_whether_its_copy_was_right(
-    copies: list[int], committed: list[int], match: int
-) -> None:
+def test_every_committed_token_says_whether_its_copy_was_right(copies, committed, match):
     before = dataclasses.replace(
         no_lookup(2, MOST),
         tokens=jnp.array([[0] * MOST, copies], jnp.int32),
@@ -104,7 +99,7 @@ def test_every_committed_token_says_whether_its_copy_was_right(
     np.testing.assert_array_equal(after.right, [np.zeros(FARTHEST), right])
 
 
-def test_what_was_right_is_expected_to_be_right_and_is_forgotten_in_time() -> None:
+def test_what_was_right_is_expected_to_be_right_and_is_forgotten_in_time():
     """A sequence is judged by its own copies, and where it has few, by those of all."""
     known = dataclasses.replace(no_lookup(3, MOST), match=jnp.array([1, 1, 0], jnp.int32))
     fresh = survival(known)
@@ -130,7 +125,7 @@ SIZES = (1, 2, 4, 8, 12)
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> dict[str, Any]:
+def situations(draw):
     count = draw(st.integers(1, 3))
     steps = st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3)
     gains = [np.cumprod(draw(steps)).tolist() for _ in range(count)]
@@ -150,7 +145,7 @@ pay = jax.jit(
 )
 
 
-def seconds_of(of_size: list[float], tokens: int) -> float:
+def seconds_of(of_size, tokens):
     whole, rest = divmod(tokens - 1, SIZES[-1])
     return whole * of_size[-1] + next(
         s for size, s in zip(SIZES, of_size, strict=True) if size >= rest + 1
@@ -158,7 +153,7 @@ def seconds_of(of_size: list[float], tokens: int) -> float:
 
 
 @given(at=situations())
-def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at: dict[str, Any]) -> None:
+def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at):
     gains, of_size = at["gains"], at["of_size"]
     counts = pay(
         jnp.array(gains, jnp.float32),
@@ -174,7 +169,7 @@ def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at: dict[str, An
     assert rate >= 0.999 * best or (sum(counts) == 0 and best <= 1.001 * GAIN * none)
 
 
-def test_the_gains_of_copies_are_their_survival_where_no_masks_draft() -> None:
+def test_the_gains_of_copies_are_their_survival_where_no_masks_draft():
     known = dataclasses.replace(no_lookup(3, MOST), match=jnp.array([2, 2, 0], jnp.int32))
     found = gains(known, jnp.array([MOST, 3, MOST]))
     right = survival(known)
@@ -188,9 +183,7 @@ def test_the_gains_of_copies_are_their_survival_where_no_masks_draft() -> None:
     masks=st.floats(0.0, 10.0),
     room=st.integers(0, MOST),
 )
-def test_gains_fall_and_are_what_copies_bring_together(
-    rates: list[float], masks: float, room: int
-) -> None:
+def test_gains_fall_and_are_what_copies_bring_together(rates, masks, room):
     """A wrong copy costs the drafts of the masks that saw it."""
     tried = jnp.full((1, FARTHEST), 1e6)
     known = dataclasses.replace(
@@ -212,11 +205,11 @@ def test_gains_fall_and_are_what_copies_bring_together(
         assert (whole[:room] <= 1e-3).all()
 
 
-def test_drafts_that_are_mostly_wrong_or_dear_are_not_taken() -> None:
+def test_drafts_that_are_mostly_wrong_or_dear_are_not_taken():
     cheap, dear = [1.0, 1.01, 1.02, 1.03, 1.04], [1.0, 2.0, 4.0, 8.0, 12.0]
     likely, unlikely = [[0.9, 0.8, 0.7]], [[0.01, 0.0, 0.0]]
 
-    def count(gains: list[list[float]], of_size: list[float]) -> list[int]:
+    def count(gains, of_size):
         return pay(jnp.array(gains), 1, 1.0, jnp.array(of_size)).tolist()  # type: ignore[no-any-return]
 
     assert count(likely, cheap) == [3]

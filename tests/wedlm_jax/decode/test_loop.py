@@ -1,8 +1,6 @@
 """The compiled loop against the plain Python one, with every option, and what a forward may not
 change."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -21,10 +19,7 @@ from tests.examples.decode import (
     reference,
     run,
 )
-from tests.reference.decode_loop import Decoded, FullForward
 from tests.reference.logit_options import bad_words_in
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.params import SamplingParams
 
 PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
@@ -32,7 +27,7 @@ AT_ONCE = SamplingParams(mode="paper", max_tokens=20, entropy_threshold=9.0)
 """Every mask is filled in the first forward that sees it."""
 
 
-def assert_equal(result: Completion, answer: Decoded) -> None:
+def assert_equal(result, answer):
     plain = dataclasses.asdict(dataclasses.replace(result, logprobs=None))
     assert not any(result.drafts)
     # Of these the reference knows nothing.
@@ -49,9 +44,7 @@ def assert_equal(result: Completion, answer: Decoded) -> None:
             assert [t for t, _ in ours.top][:-1] == [t for t, _ in theirs.top][:-1]
 
 
-def assert_equals_reference(
-    engine: Engine, full_forward: FullForward, batch: list[Case], refill: str = "streaming"
-) -> None:
+def assert_equals_reference(engine, full_forward, batch, refill="streaming"):
     compared = 0
     for case, result in zip(batch, run(engine, batch), strict=True):
         assert not bad_words_in(result.token_ids, case.params)
@@ -62,52 +55,44 @@ def assert_equals_reference(
     assume(compared)
 
 
-def batches_with_options(window: int) -> st.SearchStrategy[list[Case]]:
+def batches_with_options(window):
     return st.lists(cases_with_options(window=window), min_size=BATCH, max_size=BATCH)
 
 
 @given(batch=batches())
-def test_streaming_equals_the_python_loop(
-    streaming_engine: Engine, full_forward: FullForward, batch: list[Case]
-) -> None:
+def test_streaming_equals_the_python_loop(streaming_engine, full_forward, batch):
     assert_equals_reference(streaming_engine, full_forward, batch)
 
 
 @pytest.mark.full
 @given(batch=batches())
-def test_blockwise_equals_the_python_loop(
-    blockwise_engine: Engine, full_forward: FullForward, batch: list[Case]
-) -> None:
+def test_blockwise_equals_the_python_loop(blockwise_engine, full_forward, batch):
     assert_equals_reference(blockwise_engine, full_forward, batch, "blockwise")
 
 
 @given(batch=batches(window=0))
 def test_a_window_of_0_equals_full_forwards_token_by_token(
-    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Case]
-) -> None:
+    autoregressive_engine, full_forward, batch
+):
     assert_equals_reference(autoregressive_engine, full_forward, batch)
 
 
 @given(batch=batches_with_options(window=4))
-def test_streaming_with_options_equals_the_python_loop(
-    streaming_engine: Engine, full_forward: FullForward, batch: list[Case]
-) -> None:
+def test_streaming_with_options_equals_the_python_loop(streaming_engine, full_forward, batch):
     assert_equals_reference(streaming_engine, full_forward, batch)
 
 
 @pytest.mark.full
 @given(batch=batches_with_options(window=0))
 def test_autoregressive_decoding_with_options_equals_the_python_loop(
-    autoregressive_engine: Engine, full_forward: FullForward, batch: list[Case]
-) -> None:
+    autoregressive_engine, full_forward, batch
+):
     assert_equals_reference(autoregressive_engine, full_forward, batch)
 
 
 @pytest.mark.full
 @given(many=st.lists(cases_with_options(), min_size=5, max_size=10))
-def test_more_than_decode_together_equal_the_python_loop(
-    streaming_engine: Engine, full_forward: FullForward, many: list[Case]
-) -> None:
+def test_more_than_decode_together_equal_the_python_loop(streaming_engine, full_forward, many):
     """Later ones take the places and the pages of those that have finished."""
     assert_equals_reference(streaming_engine, full_forward, many)
 
@@ -115,8 +100,8 @@ def test_more_than_decode_together_equal_the_python_loop(
 @pytest.mark.full
 @given(batch=batches())
 def test_the_sizes_of_a_forward_change_nothing(
-    streaming_engine: Engine, one_size_engine: Engine, full_forward: FullForward, batch: list[Case]
-) -> None:
+    streaming_engine, one_size_engine, full_forward, batch
+):
     ours, theirs = run(streaming_engine, batch), run(one_size_engine, batch)
     for case, one, other in zip(batch, ours, theirs, strict=True):
         if reference(full_forward, TINY, case).margin > SAFE_MARGIN:
@@ -126,12 +111,8 @@ def test_the_sizes_of_a_forward_change_nothing(
 @pytest.mark.full
 @given(case=cases(), others=st.lists(cases_with_options(), min_size=3, max_size=3))
 def test_a_sequence_without_options_is_what_it_is_where_nobody_has_them(
-    streaming_engine: Engine,
-    one_size_engine: Engine,
-    full_forward: FullForward,
-    case: Case,
-    others: list[Case],
-) -> None:
+    streaming_engine, one_size_engine, full_forward, case, others
+):
     assume(reference(full_forward, TINY, case).margin > SAFE_MARGIN)
     assert run(streaming_engine, [case, *others])[0] == run(one_size_engine, [case])[0]
 
@@ -139,9 +120,7 @@ def test_a_sequence_without_options_is_what_it_is_where_nobody_has_them(
 # --- bad words ---------------------------------------------------------------------------
 
 
-def test_masks_that_are_filled_together_make_no_bad_word(
-    streaming_engine: Engine, full_forward: FullForward
-) -> None:
+def test_masks_that_are_filled_together_make_no_bad_word(streaming_engine, full_forward):
     """Pairs that stand in the plain completion are forbidden; the masks that would be filled
     with them in one forward then take more."""
     shown = 0
@@ -162,7 +141,7 @@ def test_masks_that_are_filled_together_make_no_bad_word(
     assert shown
 
 
-def test_a_bad_word_may_begin_in_the_prompt(autoregressive_engine: Engine) -> None:
+def test_a_bad_word_may_begin_in_the_prompt(autoregressive_engine):
     """Token by token, a word whose first token the completion lacks forbids nothing."""
     tried = 0
     for last in range(2, 22):
@@ -181,9 +160,7 @@ def test_a_bad_word_may_begin_in_the_prompt(autoregressive_engine: Engine) -> No
 # --- the edges of a text -----------------------------------------------------------------
 
 
-def test_a_stop_token_ends_the_sequence_and_is_kept(
-    streaming_engine: Engine, full_forward: FullForward
-) -> None:
+def test_a_stop_token_ends_the_sequence_and_is_kept(streaming_engine, full_forward):
     whole = run(streaming_engine, [Case((3, 9, 4), PLAIN, 4)])[0]
     stop = whole.token_ids[0]
     case = Case((3, 9, 4), dataclasses.replace(PLAIN, stop_token_ids=(stop,)), 4)
@@ -193,8 +170,8 @@ def test_a_stop_token_ends_the_sequence_and_is_kept(
 
 
 @pytest.mark.parametrize("kind", ["streaming", "blockwise", "autoregressive"])
-def test_one_token_at_most(kind: str, request: pytest.FixtureRequest) -> None:
-    engine: Engine = request.getfixturevalue(f"{kind}_engine")
+def test_one_token_at_most(kind, request):
+    engine = request.getfixturevalue(f"{kind}_engine")
     window = engine.settings.window
     prompts = [(3,), (4, 5), (6, 7, 8), (9, 10)]
     params = SamplingParams(mode="paper", max_tokens=1, entropy_threshold=9.0)
@@ -205,9 +182,7 @@ def test_one_token_at_most(kind: str, request: pytest.FixtureRequest) -> None:
         assert result.num_forwards == (2 if window else 1)
 
 
-def test_a_text_may_end_exactly_at_the_context_s_end(
-    streaming_engine: Engine, full_forward: FullForward
-) -> None:
+def test_a_text_may_end_exactly_at_the_context_s_end(streaming_engine, full_forward):
     """The window then stands over the end, and its slots behind it disturb nothing."""
     most = 20
     params = SamplingParams(mode="paper", max_tokens=most, entropy_threshold=1.6)

@@ -1,9 +1,6 @@
 """Options as arrays, the traits of programs, and what a model refuses."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ PLAIN = SamplingParams(mode="paper", max_tokens=12)
 WINDOW, LOOKUP = 4, 6
 TRAITS = dataclasses.replace(ALL_TRAITS, lookup=LOOKUP)
 
-EACH: list[dict[str, Any]] = [
+EACH = [
     {"mode": "verified"},
     {"mode": "ar"},
     {"temperature": 0.5},
@@ -48,7 +45,7 @@ EACH: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", EACH)
-def test_a_program_holds_what_it_was_made_for(changes: dict[str, Any]) -> None:
+def test_a_program_holds_what_it_was_made_for(changes):
     plain = Traits.of(PLAIN, WINDOW)
     other = Traits.of(dataclasses.replace(PLAIN, **changes), WINDOW)
     both = plain.union(other)
@@ -61,8 +58,8 @@ def test_a_program_holds_what_it_was_made_for(changes: dict[str, Any]) -> None:
     assert both.rounded.holds(both)
 
 
-def test_lists_of_any_length_share_a_program() -> None:
-    def traits(count: int) -> Traits:
+def test_lists_of_any_length_share_a_program():
+    def traits(count):
         bias, words = dict.fromkeys(range(count), 1.0), ((1, 2), tuple(range(count))) * count
         params = dataclasses.replace(PLAIN, logit_bias=bias, bad_words=words, logprobs=count)
         return Traits.of(params, WINDOW)
@@ -70,7 +67,7 @@ def test_lists_of_any_length_share_a_program() -> None:
     assert len({traits(count) for count in (1, 2, 9, 16)}) == 1
 
 
-def test_a_program_for_everything_has_every_trait() -> None:
+def test_a_program_for_everything_has_every_trait():
     everything = Traits.everything(WINDOW, LOOKUP, grammar=True)
     assert everything.are_everything
     assert Traits.everything(WINDOW, LOOKUP, grammar=False).are_everything
@@ -89,25 +86,25 @@ def test_a_program_for_everything_has_every_trait() -> None:
     assert not copying.paper
 
 
-def test_limits_of_what_is_not_drawn_are_no_trait() -> None:
+def test_limits_of_what_is_not_drawn_are_no_trait():
     greedy = dataclasses.replace(PLAIN, top_k=5, top_p=0.5, min_p=0.1)
     assert Traits.of(greedy, WINDOW) == Traits.of(PLAIN, WINDOW)
 
 
-def test_without_a_window_all_modes_are_one() -> None:
+def test_without_a_window_all_modes_are_one():
     modes = [dataclasses.replace(PLAIN, mode=mode) for mode in ("paper", "verified", "ar")]
     assert len({Traits.of(params, 0) for params in modes}) == 1
     assert Traits.of(modes[0], 0).anchored
     assert not Traits.of(modes[0], WINDOW).anchored
 
 
-def test_a_plain_greedy_program_has_only_what_it_needs() -> None:
+def test_a_plain_greedy_program_has_only_what_it_needs():
     arrays = abstract_options(3, Traits.of(dataclasses.replace(PLAIN, mode="ar"), WINDOW), VOCAB)
     there = {f.name for f in dataclasses.fields(arrays) if getattr(arrays, f.name) is not None}
     assert there == {"window", "stop_ids", "max_tokens"}
 
 
-def test_every_number_of_the_parameters_has_its_array() -> None:
+def test_every_number_of_the_parameters_has_its_array():
     arrays = abstract_options(2, TRAITS, VOCAB)
     for name, option in OPTIONS.items():
         if option.array:
@@ -138,13 +135,13 @@ RICH = SamplingParams(
 )
 
 
-def filled(traits: Traits = TRAITS) -> HostOptions:
+def filled(traits=TRAITS):
     host = HostOptions(3, traits)
     host.set(1, RICH, window=WINDOW, stops=(1, 5), lookup=LOOKUP)
     return host
 
 
-def test_a_sequence_gets_what_it_asks_for() -> None:
+def test_a_sequence_gets_what_it_asks_for():
     options = filled().options()
     for name, option in OPTIONS.items():
         if option.array and name != "entropy_threshold":
@@ -168,7 +165,7 @@ def test_a_sequence_gets_what_it_asks_for() -> None:
     assert options.anchored.tolist() == [True, True, True]
 
 
-def assert_same(ours: Options, theirs: Options) -> None:
+def assert_same(ours, theirs):
     for field in dataclasses.fields(Options):
         one, two = getattr(ours, field.name), getattr(theirs, field.name)
         assert (one is None) == (two is None)
@@ -176,7 +173,7 @@ def assert_same(ours: Options, theirs: Options) -> None:
             np.testing.assert_array_equal(one, two)
 
 
-def test_a_place_is_given_on_without_a_trace() -> None:
+def test_a_place_is_given_on_without_a_trace():
     host = filled()
     host.set(1, PLAIN, window=2, stops=())
     fresh = HostOptions(3, TRAITS)
@@ -187,14 +184,14 @@ def test_a_place_is_given_on_without_a_trace() -> None:
     assert_same(host.options(), idle_options(3, TRAITS))
 
 
-def test_what_was_handed_out_does_not_change() -> None:
+def test_what_was_handed_out_does_not_change():
     host = filled()
     options = host.options()
     host.clear(1)
     assert options.max_tokens[1] == 9
 
 
-def test_windows_change_but_for_those_that_have_none() -> None:
+def test_windows_change_but_for_those_that_have_none():
     host = filled()
     host.set(2, dataclasses.replace(PLAIN, mode="ar"), window=WINDOW, stops=())
     host.set_windows(np.array([1, 2, 3]))
@@ -202,7 +199,7 @@ def test_windows_change_but_for_those_that_have_none() -> None:
     assert_same(host.with_traits(TRAITS).options(), host.options())
 
 
-def test_other_traits_hold_the_same_sequences_or_leave_them_out() -> None:
+def test_other_traits_hold_the_same_sequences_or_leave_them_out():
     host = filled()
     narrow = host.with_traits(host.needed())
     assert host.needed() == Traits.of(RICH, WINDOW, LOOKUP)
@@ -212,7 +209,7 @@ def test_other_traits_hold_the_same_sequences_or_leave_them_out() -> None:
     assert_same(host.with_traits(plain).options(), HostOptions(3, plain).options())
 
 
-def test_endless_numbers_are_cut_to_what_the_device_counts() -> None:
+def test_endless_numbers_are_cut_to_what_the_device_counts():
     host = HostOptions(1, TRAITS)
     endless = SamplingParams(max_tokens=10**12, top_k=10**12, temperature=1.0)
     host.set(0, endless, window=WINDOW, stops=())
@@ -235,14 +232,12 @@ def test_endless_numbers_are_cut_to_what_the_device_counts() -> None:
         ({"logit_bias": dict.fromkeys(range(600), 1)}, "logit_bias: 599 is outside"),
     ],
 )
-def test_options_that_a_model_cannot_have_are_refused(
-    changes: dict[str, Any], sentence: str
-) -> None:
+def test_options_that_a_model_cannot_have_are_refused(changes, sentence):
     with pytest.raises(InputError, match=sentence):
         check_options(dataclasses.replace(PLAIN, **changes), (0, 1), Vocabulary(24, 24, (23,)))
 
 
-def test_too_many_biases_or_alternatives_are_refused() -> None:
+def test_too_many_biases_or_alternatives_are_refused():
     biases = dataclasses.replace(PLAIN, logit_bias=dict.fromkeys(range(513), 1.0))
     with pytest.raises(InputError, match="logit_bias: expected at most 512 tokens, not 513"):
         check_options(biases, (), Vocabulary(1000, 1000))

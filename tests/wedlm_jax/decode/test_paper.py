@@ -1,7 +1,5 @@
 """The fill rule of mode "paper" against the Python one, and what a window commits."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp
@@ -12,12 +10,12 @@ from hypothesis import strategies as st
 from tests.reference import sampling as reference
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.paper import committed_run, filled_by, predicted_slots
-from wedlm_jax.decode.state import DecodeState, idle_state
+from wedlm_jax.decode.state import idle_state
 
 SLOTS = 8
 
 
-def state_of(windows: list[list[bool]]) -> DecodeState:
+def state_of(windows):
     """Windows as lists of their active slots, true where one is filled."""
     filled = np.ones((len(windows), SLOTS), bool)  # of no meaning behind the active slots
     for row, window in zip(filled, windows, strict=True):
@@ -29,7 +27,7 @@ def state_of(windows: list[list[bool]]) -> DecodeState:
     )
 
 
-def options_of(thresholds: list[float | None], penalty: float) -> Options:
+def options_of(thresholds, penalty):
     count = len(thresholds)
     return Options(
         window=jnp.full(count, SLOTS // 2),
@@ -40,9 +38,7 @@ def options_of(thresholds: list[float | None], penalty: float) -> Options:
     )
 
 
-def chosen(
-    windows: list[list[bool]], entropies: np.ndarray, thresholds: list[float | None], penalty: float
-) -> list[list[int]]:
+def chosen(windows, entropies, thresholds, penalty):
     state = state_of(windows)
     tokens = jnp.zeros(entropies.shape, jnp.int32)
     fills = filled_by(state, options_of(thresholds, penalty), tokens, jnp.array(entropies))
@@ -58,14 +54,12 @@ windows = st.lists(st.booleans(), min_size=1, max_size=SLOTS)
     penalty=st.sampled_from([0.0, 0.05, 0.5]),
     seed=st.integers(0, 2**16),
 )
-def test_the_fill_rule_equals_the_python_one(
-    some: list[list[bool]], thresholds: list[float | None], penalty: float, seed: int
-) -> None:
+def test_the_fill_rule_equals_the_python_one(some, thresholds, penalty, seed):
     entropies = np.random.default_rng(seed).uniform(0, 3, (3, SLOTS)).astype(np.float32)
     found = chosen(some, entropies, thresholds, penalty)
     for row, (window, threshold) in enumerate(zip(some, thresholds, strict=True)):
         masks = [slot for slot, filled in enumerate(window) if not filled]
-        expected: list[int] = []
+        expected = []
         if masks:
             own = entropies[row, masks].tolist()
             indices, margin = reference.masks_to_fill(own, masks, threshold, penalty)
@@ -74,7 +68,7 @@ def test_the_fill_rule_equals_the_python_one(
         assert found[row] == expected
 
 
-def fill(entropies: list[float], slots: list[int], threshold: float | None, penalty: float) -> list:
+def fill(entropies, slots, threshold, penalty):
     """Which of the masks in ``slots`` are filled, all others being filled already."""
     window = [slot not in slots for slot in range(slots[-1] + 1)]
     array = np.full((1, SLOTS), 0.0, np.float32)
@@ -83,22 +77,22 @@ def fill(entropies: list[float], slots: list[int], threshold: float | None, pena
     return [slot in found for slot in slots]
 
 
-def test_the_penalty_counts_from_the_first_mask_in_slots() -> None:
+def test_the_penalty_counts_from_the_first_mask_in_slots():
     # Distances are 0, 1 and 5: only the last is lifted over the threshold.
     assert fill([0.3, 0.3, 0.3], [2, 3, 7], 0.4, 0.02) == [True, True, False]
 
 
-def test_the_threshold_itself_is_not_below_it() -> None:
+def test_the_threshold_itself_is_not_below_it():
     assert fill([0.5, 0.25, 0.5], [0, 1, 2], 0.5, 0.0) == [False, True, False]
 
 
-def test_where_none_is_below_the_earliest_of_the_smallest_is_filled() -> None:
+def test_where_none_is_below_the_earliest_of_the_smallest_is_filled():
     assert fill([0.9, 0.7, 0.7], [0, 1, 2], 0.4, 0.0) == [False, True, False]
     assert fill([0.9, 0.7, 0.7], [0, 1, 2], None, 0.5) == [True, False, False]
 
 
 @given(some=st.lists(windows, min_size=1, max_size=4))
-def test_masks_are_predicted_and_the_run_in_front_is_committed(some: list[list[bool]]) -> None:
+def test_masks_are_predicted_and_the_run_in_front_is_committed(some):
     state = state_of(some)
     wanted, run = np.asarray(predicted_slots(state)), np.asarray(committed_run(state))
     for i, window in enumerate(some):

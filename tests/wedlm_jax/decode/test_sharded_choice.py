@@ -1,10 +1,7 @@
 """Tokens chosen where each device has a part of the vocabulary, and where replicas have their own
 sequences."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.examples.windows import VOCAB, Decoding, options_of, rows_of, sequences, state_of
+from tests.examples.windows import VOCAB, options_of, rows_of, sequences, state_of
 from wedlm_jax.decode import sampling
 from wedlm_jax.decode.logits import adjusted_logits, token_use
 from wedlm_jax.decode.logprobs import token_logprobs
@@ -24,7 +21,7 @@ ROWS = 40
 SEEDS = st.integers(0, 2**16)
 
 
-def choose(logits: jax.Array, state: Any, options: Any, rows: Any) -> tuple[jax.Array, jax.Array]:
+def choose(logits, state, options, rows):
     use = token_use(state, options, VOCAB)
     logits = adjusted_logits(logits, state, options, rows, use)
     return sampling.choose_tokens(logits, state, options, rows), sampling.entropy(logits)
@@ -34,7 +31,7 @@ plain, parted = jax.jit(choose), jax.jit(choose)
 replicated = jax.jit(lambda *given: on_replicas(choose, whole=())(*given))
 
 
-def given_to(some: list[Decoding], seed: int) -> tuple[Any, ...]:
+def given_to(some, seed):
     _, named = rows_of(some, padding=0)
     rows, _ = rows_of(some, padding=ROWS - len(named))
     logits = 2 * np.random.default_rng(seed).normal(size=(ROWS, VOCAB))
@@ -42,13 +39,13 @@ def given_to(some: list[Decoding], seed: int) -> tuple[Any, ...]:
     return jnp.array(logits, jnp.float32), state_of(some), options_of(some), rows
 
 
-def assert_same(ours: tuple[jax.Array, jax.Array], theirs: tuple[jax.Array, jax.Array]) -> None:
+def assert_same(ours, theirs):
     np.testing.assert_array_equal(ours[0], theirs[0])
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
 
 
 @given(some=st.lists(sequences(), min_size=3, max_size=3), seed=SEEDS)
-def test_a_vocabulary_in_parts_chooses_the_same(some: list[Decoding], seed: int) -> None:
+def test_a_vocabulary_in_parts_chooses_the_same(some, seed):
     given_here = given_to(some, seed)
     expected = plain(*given_here)
     mesh = make_mesh({"tensor": 4}, jax.devices()[:4])
@@ -64,9 +61,7 @@ def test_a_vocabulary_in_parts_chooses_the_same(some: list[Decoding], seed: int)
     two=st.lists(sequences(), min_size=3, max_size=3),
     seed=SEEDS,
 )
-def test_each_replica_chooses_for_its_own(
-    one: list[Decoding], two: list[Decoding], seed: int
-) -> None:
+def test_each_replica_chooses_for_its_own(one, two, seed):
     shares = [given_to(one, seed), given_to(two, seed + 1)]
     both = jax.tree.map(lambda *x: jnp.concatenate(x), *shares)
     mesh = make_mesh({"data": 2, "tensor": 4})
@@ -77,14 +72,14 @@ def test_each_replica_chooses_for_its_own(
         assert_same((tokens[here], entropies[here]), plain(*share))
 
 
-def widths_in(compiled: str) -> set[int]:
+def widths_in(compiled):
     """The sizes of all axes of all arrays in a compiled program's text."""
     shapes = re.findall(r"[a-z]+\d*\[([\d,]+)\]", compiled)
     return {int(size) for shape in shapes for size in shape.split(",")}
 
 
 @pytest.mark.parametrize("way", ["sample_at_once", "sample_one_by_one"])
-def test_no_device_makes_the_whole_vocabulary(way: str) -> None:
+def test_no_device_makes_the_whole_vocabulary(way):
     rows, vocab = 3, 8 * 1001
     mesh = make_mesh({"tensor": 8})
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -105,7 +100,7 @@ def test_no_device_makes_the_whole_vocabulary(way: str) -> None:
 
 
 @pytest.mark.parametrize(("part", "k"), [(1001, 0), (1001, 20), (11, 20)])
-def test_log_probabilities_of_a_vocabulary_in_parts_are_the_same(part: int, k: int) -> None:
+def test_log_probabilities_of_a_vocabulary_in_parts_are_the_same(part, k):
     rows, vocab = 3, 8 * part
     # Few levels, so that equal logits lie in all parts.
     logits = jnp.array(np.random.default_rng(k).integers(0, 3, (rows, vocab)), jnp.float32)

@@ -1,9 +1,5 @@
 """Static sizes of a forward: few, none too small, and chosen without a copy of what is carried."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +13,12 @@ from wedlm_jax.decode.spans import forward_sizes as sizes_of
 from wedlm_jax.decode.state import num_slots
 
 
-def forward_sizes(*arguments: Any, **options: Any) -> ForwardSizes:
+def forward_sizes(*arguments, **options):
     with usual_sizes():
         return sizes_of(*arguments, **options)
 
 
-def filled_up(sizes: ForwardSizes, tokens: int) -> int:
+def filled_up(sizes, tokens):
     whole, rest = divmod(tokens, sizes.tokens[-1])
     return whole * sizes.tokens[-1] + min((s for s in sizes.tokens if s >= rest > 0), default=0)
 
@@ -34,7 +30,7 @@ def filled_up(sizes: ForwardSizes, tokens: int) -> int:
     chunk=st.sampled_from([1, 8, 256, 1024]),
     largest=st.sampled_from([64, 128, 1024]),
 )
-def test_every_forward_has_a_size(sequences: int, window: int, chunk: int, largest: int) -> None:
+def test_every_forward_has_a_size(sequences, window, chunk, largest):
     sizes = forward_sizes(sequences, window, chunk, largest)
     assert sizes.total == sequences * num_slots(window) + chunk
     assert sizes.tokens[-1] == min(sizes.total, largest)
@@ -55,9 +51,7 @@ def test_every_forward_has_a_size(sequences: int, window: int, chunk: int, large
 @pytest.mark.parametrize("window", [2, 3, 8, 14, 15, 16, 32])
 @pytest.mark.parametrize("narrower", [False, True])
 @pytest.mark.parametrize("whole", [4, 16])
-def test_windows_of_one_sequence_fill_the_columns_of_a_product(
-    window: int, narrower: bool, whole: int
-) -> None:
+def test_windows_of_one_sequence_fill_the_columns_of_a_product(window, narrower, whole):
     sizes = forward_sizes(1, window, 256, 256, narrower=narrower, whole=whole)
     assert all(size % whole == 0 and size != 28 for size in sizes.tokens[1:])
     assert set(sizes.head) <= set(sizes.tokens)
@@ -67,7 +61,7 @@ def test_windows_of_one_sequence_fill_the_columns_of_a_product(
 
 
 @pytest.mark.parametrize(("sequences", "window"), [(1, 4), (4, 4), (16, 16), (300, 16), (8, 0)])
-def test_a_deterministic_engine_has_one(sequences: int, window: int) -> None:
+def test_a_deterministic_engine_has_one(sequences, window):
     sizes = forward_sizes(sequences, window, 256, 512, one_size=True)
     assert len(sizes.tokens) == len(sizes.head) == 1
     # Windows of all sequences usually pass at once.
@@ -77,15 +71,15 @@ def test_a_deterministic_engine_has_one(sequences: int, window: int) -> None:
 SIZES = (2, 4, 8)
 
 
-def test_what_is_computed_is_filled_up_to_a_size() -> None:
+def test_what_is_computed_is_filled_up_to_a_size():
     sizes = ForwardSizes(SIZES, SIZES, 24)
     found = jax.vmap(sizes.filled_up)(jnp.arange(25))
     assert found.tolist() == [filled_up(sizes, tokens) for tokens in range(25)]
 
 
 @pytest.mark.parametrize(("needed", "expected"), [(0, 0), (1, 2), (2, 2), (3, 4), (5, 8), (8, 8)])
-def test_the_smallest_that_holds_it_runs_once(needed: int, expected: int) -> None:
-    def run(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
+def test_the_smallest_that_holds_it_runs_once(needed, expected):
+    def run(needed):
         start = jnp.int32(0), jnp.int32(0)
         return at_size(SIZES, needed, lambda size, c: (c[0] + size, c[1] + 1), start)
 
@@ -93,9 +87,9 @@ def test_the_smallest_that_holds_it_runs_once(needed: int, expected: int) -> Non
 
 
 @pytest.mark.parametrize("needed", [0, 1, 7, 8, 9, 16, 19, 24])
-def test_parts_cover_what_is_needed_in_order(needed: int) -> None:
-    def run(needed: jax.Array) -> jax.Array:
-        def step(size: int, start: jax.Array, out: jax.Array) -> jax.Array:
+def test_parts_cover_what_is_needed_in_order(needed):
+    def run(needed):
+        def step(size, start, out):
             turn = out.max() + 1
             return jax.lax.dynamic_update_slice(out, jnp.full(size, turn), (start,))
 
@@ -108,14 +102,14 @@ def test_parts_cover_what_is_needed_in_order(needed: int) -> None:
     assert (parts[computed:] == 0).all()
 
 
-def test_what_is_carried_is_updated_in_place() -> None:
+def test_what_is_carried_is_updated_in_place():
     """A `lax.switch` would copy it: the cache, at every forward."""
 
-    def run(pool: jax.Array, needed: jax.Array) -> jax.Array:
-        def step(size: int, pool: jax.Array) -> jax.Array:
+    def run(pool, needed):
+        def step(size, pool):
             return jax.lax.dynamic_update_slice(pool, jnp.ones(size), (needed,))
 
-        def forward(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def forward(carry):
             return carry[0] + 1, at_size(SIZES, needed, step, carry[1])
 
         return jax.lax.while_loop(lambda c: c[0] < 3, forward, (jnp.int32(0), pool))[1]

@@ -21,7 +21,7 @@ from wedlm_jax.decode.spans import (
     physical_place,
     plan_spans,
 )
-from wedlm_jax.decode.state import DecodeState, idle_state, num_slots
+from wedlm_jax.decode.state import idle_state, num_slots
 
 COUNT, WINDOW, TEXT, MASK = 4, 3, 40, 99
 PLENTY = 100
@@ -41,12 +41,12 @@ class Sequence:
     running: bool = True
 
     @property
-    def start(self) -> int:
+    def start(self):
         return max(self.computed, self.prefill)
 
 
 @st.composite
-def some_sequences(draw: st.DrawFn) -> list[Sequence]:
+def some_sequences(draw):
     order = draw(st.permutations(range(COUNT)))
     made = []
     for arrival in order:
@@ -63,7 +63,7 @@ def some_sequences(draw: st.DrawFn) -> list[Sequence]:
     return made
 
 
-def state_of(some: list[Sequence]) -> DecodeState:
+def state_of(some):
     empty = idle_state(len(some), window=WINDOW, text=TEXT, emitted=1, with_logprobs=False)
     text = np.full((len(some), TEXT), 7, np.int32)
     tokens = np.full((len(some), num_slots(WINDOW)), 7, np.int32)
@@ -74,7 +74,7 @@ def state_of(some: list[Sequence]) -> DecodeState:
             filled[i, slot] = token is not None
             tokens[i, slot] = 7 if token is None else token
 
-    def column(values: list[int]) -> jax.Array:
+    def column(values):
         return jnp.array(values, jnp.int32)
 
     return dataclasses.replace(
@@ -91,7 +91,7 @@ def state_of(some: list[Sequence]) -> DecodeState:
     )
 
 
-def allowance_of(some: list[Sequence], chunk_tokens: int) -> Allowance:
+def allowance_of(some, chunk_tokens):
     return Allowance(
         page_table=jnp.zeros((len(some), 4), jnp.int32),
         capacity=jnp.array([one.capacity for one in some], jnp.int32),
@@ -107,7 +107,7 @@ TOTAL = COUNT * num_slots(WINDOW) + LONGEST_CHUNK
 SIZES = ForwardSizes((1, 4, 8, 16, 32, TOTAL), (1,), TOTAL)
 
 
-def runs(one: Sequence) -> bool:
+def runs(one):
     return one.running and one.start + len(one.window) <= one.capacity
 
 
@@ -118,9 +118,7 @@ attention_compiled = jax.jit(attention_spans, static_argnums=4)
 
 
 @given(some=some_sequences(), chunk_tokens=st.integers(0, LONGEST_CHUNK))
-def test_windows_first_then_prompts_in_order_of_arrival(
-    some: list[Sequence], chunk_tokens: int
-) -> None:
+def test_windows_first_then_prompts_in_order_of_arrival(some, chunk_tokens):
     state, allowance = state_of(some), allowance_of(some, chunk_tokens)
     plan = plan_compiled(state, allowance, sizes=SIZES)
     assert np.asarray(has_room(state, allowance)).tolist() == [
@@ -154,7 +152,7 @@ def test_windows_first_then_prompts_in_order_of_arrival(
     assert plan.num_tokens <= TOTAL
 
 
-def span_of(one: Sequence, chunk: int, window: bool) -> list[tuple[int, int]]:
+def span_of(one, chunk, window):
     """Tokens and logical positions, in physical order."""
     places = range(one.computed, one.computed + chunk)
     span = [(one.text[place], place) for place in places]
@@ -171,9 +169,7 @@ def span_of(one: Sequence, chunk: int, window: bool) -> list[tuple[int, int]]:
 @given(
     some=some_sequences(), chunk_tokens=st.integers(1, LONGEST_CHUNK), size=st.sampled_from([8, 64])
 )
-def test_flat_tokens_are_the_spans_one_behind_the_other(
-    some: list[Sequence], chunk_tokens: int, size: int
-) -> None:
+def test_flat_tokens_are_the_spans_one_behind_the_other(some, chunk_tokens, size):
     """In parts of ``size``, each with its own spans of attention."""
     state, allowance = state_of(some), allowance_of(some, chunk_tokens)
     plan = plan_compiled(state, allowance, sizes=SIZES)
@@ -196,7 +192,7 @@ def test_flat_tokens_are_the_spans_one_behind_the_other(
             assert int(own.kv_lengths[i]) == seen
 
 
-def test_the_drawing_of_the_module() -> None:
+def test_the_drawing_of_the_module():
     some = [
         Sequence((1, 2, 3, 4), 0, 4, (None, None), arrival=2),
         Sequence((1,), 1, 1, (5, 6, None, None), arrival=0),
@@ -216,7 +212,7 @@ def test_the_drawing_of_the_module() -> None:
 
 
 @given(data=st.data())
-def test_physical_order_is_filled_then_masked_then_inactive(data: st.DataObject) -> None:
+def test_physical_order_is_filled_then_masked_then_inactive(data):
     slots = 6
     filled = data.draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
     active = data.draw(st.integers(0, slots))
@@ -229,7 +225,7 @@ def test_physical_order_is_filled_then_masked_then_inactive(data: st.DataObject)
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=3), start=st.integers(0, 9))
-def test_whose_each_flat_place_is(lengths: list[int], start: int) -> None:
+def test_whose_each_flat_place_is(lengths, start):
     starts = jnp.array([0, *np.cumsum(lengths)], jnp.int32)
     sequence, offset = owner_compiled(starts, 8, jnp.int32(start))
     expected = [(i, j) for i, length in enumerate(lengths) for j in range(length)]
@@ -239,5 +235,5 @@ def test_whose_each_flat_place_is(lengths: list[int], start: int) -> None:
     assert all(i == len(lengths) - 1 for i, _ in found[len(real) :])
 
 
-def test_a_window_has_room_for_as_many_filled_slots_as_masks() -> None:
+def test_a_window_has_room_for_as_many_filled_slots_as_masks():
     assert [num_slots(window) for window in (0, 1, 2, 16)] == [1, 2, 4, 32]

@@ -1,11 +1,8 @@
 """Verified decoding gives the tokens of autoregressive decoding, whatever the masks draft."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +10,6 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import Array
 from scipy import stats
 
 from tests.examples.decode import (
@@ -33,11 +29,9 @@ from tests.reference.sampling import softmax, truncate
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.decode import verified
 from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.state import DecodeState, idle_state, is_filled
-from wedlm_jax.decode.verified import Verified, draft_rule, verify
-from wedlm_jax.engine.engine import Engine
+from wedlm_jax.decode.state import idle_state, is_filled
+from wedlm_jax.decode.verified import draft_rule, verify
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -50,7 +44,7 @@ from wedlm_jax.text import TextCodec
 BUDGETS = (0.0, 1.0, 3.0, 1e6)
 
 
-def test_drafts_are_kept_up_to_the_first_wrong_one() -> None:
+def test_drafts_are_kept_up_to_the_first_wrong_one():
     """Slot 0 is the text's last token, three drafts stand behind it, then two masks."""
     drafts = [[7, 5, 6, 7, 0, 0], [7, 5, 0, 7, 0, 0], [7, 0, 6, 7, 0, 0]]
     chosen = jnp.array([[0, 5, 6, 7, 8, 9, 0]] * 3)
@@ -73,11 +67,11 @@ def test_drafts_are_kept_up_to_the_first_wrong_one() -> None:
     assert found.drafts.astype(int).tolist() == [[0, 0, 0, 0, 0, 1], [0] * 6, [0] * 6]
 
 
-def names_of(kind: type) -> list[str]:
+def names_of(kind):
     return [field.name for field in dataclasses.fields(kind)]
 
 
-def test_masks_draft_until_the_budget_is_spent_but_never_the_first() -> None:
+def test_masks_draft_until_the_budget_is_spent_but_never_the_first():
     entropies = jnp.array([[9.0, 5.0, 0.3, 0.3, 0.3, 0.1]] * 3)
     is_mask = jnp.array([[False, True, True, True, True, True]] * 3)
     drafts = draft_rule(entropies, is_mask, jnp.array([0.0, 0.7, 100.0]))
@@ -93,7 +87,7 @@ def test_masks_draft_until_the_budget_is_spent_but_never_the_first() -> None:
 
 
 @st.composite
-def mixed_rows(draw: st.DrawFn) -> list[Case]:
+def mixed_rows(draw):
     """Four: two verified, one of each of the other modes, in any order, with any options."""
     modes = draw(st.permutations(["verified", "verified", "ar", "paper"]))
     some = cases() | cases_with_options()
@@ -103,9 +97,7 @@ def mixed_rows(draw: st.DrawFn) -> list[Case]:
 
 
 @given(batch=mixed_rows())
-def test_a_verified_sequence_has_the_tokens_of_an_autoregressive_one(
-    streaming_engine: Engine, batch: list[Case]
-) -> None:
+def test_a_verified_sequence_has_the_tokens_of_an_autoregressive_one(streaming_engine, batch):
     expected = run(streaming_engine, [in_mode(case, "ar") for case in batch])
     for case, ours, theirs in zip(batch, run(streaming_engine, batch), expected, strict=True):
         if case.params.mode != "paper":
@@ -117,16 +109,14 @@ def test_a_verified_sequence_has_the_tokens_of_an_autoregressive_one(
 
 
 @given(batch=st.lists(cases_with_options(), min_size=2, max_size=4))
-def test_log_probabilities_are_those_of_the_autoregressive_sequence(
-    streaming_engine: Engine, batch: list[Case]
-) -> None:
+def test_log_probabilities_are_those_of_the_autoregressive_sequence(streaming_engine, batch):
     asked = [in_mode(case, "verified", logprobs=3, draft_budget=50.0) for case in batch]
     expected = run(streaming_engine, [in_mode(case, "ar") for case in asked])
     for ours, theirs in zip(run(streaming_engine, asked), expected, strict=True):
         assert_logprobs_near(ours, theirs)
 
 
-def test_drafts_that_are_right_save_forwards(streaming_engine: Engine) -> None:
+def test_drafts_that_are_right_save_forwards(streaming_engine):
     params = SamplingParams(mode="verified", max_tokens=20, draft_budget=50.0, ignore_eos=True)
     batch = [Case((3 + i, 9, 4), params, 4) for i in range(8)]
     results = run(streaming_engine, batch)
@@ -136,9 +126,7 @@ def test_drafts_that_are_right_save_forwards(streaming_engine: Engine) -> None:
 
 
 @given(batch=mixed_rows())
-def test_a_paper_sequence_beside_verified_ones_is_as_alone(
-    streaming_engine: Engine, batch: list[Case]
-) -> None:
+def test_a_paper_sequence_beside_verified_ones_is_as_alone(streaming_engine, batch):
     results = run(streaming_engine, batch)
     for case, result in zip(batch, results, strict=True):
         if case.params.mode == "paper":
@@ -146,13 +134,13 @@ def test_a_paper_sequence_beside_verified_ones_is_as_alone(
 
 
 @pytest.fixture(scope="module")
-def wide_engine(tiny_model: Transformer) -> Engine:
+def wide_engine(tiny_model):
     params = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("verified", "ar")]
     return small_engine(tiny_model, params, window_size=8, deterministic=True)
 
 
 @pytest.mark.parametrize("window", range(1, 9))
-def test_the_tokens_are_the_same_at_every_width(wide_engine: Engine, window: int) -> None:
+def test_the_tokens_are_the_same_at_every_width(wide_engine, window):
     rng = np.random.default_rng(window)
     batch = []
     for seed in range(12):
@@ -171,16 +159,16 @@ def test_the_tokens_are_the_same_at_every_width(wide_engine: Engine, window: int
 class ShiftingWindows(FixedWindows):
     """Every window is another from burst to burst; never wider than its request's."""
 
-    def __init__(self, window: int):
+    def __init__(self, window):
         super().__init__(window)
         self.random = random.Random(0)
 
-    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+    def choose(self, running):
         return [self.random.randint(0, widest) for widest in super().choose(running)]
 
 
 @pytest.fixture(scope="module")
-def shifting_engine(tiny_model: Transformer) -> Engine:
+def shifting_engine(tiny_model):
     params = [
         SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("paper", "verified", "ar")
     ]
@@ -191,9 +179,7 @@ def shifting_engine(tiny_model: Transformer) -> Engine:
 
 
 @given(batch=st.lists(cases(), min_size=1, max_size=6), forwards=st.integers(1, 4))
-def test_the_window_may_change_at_any_time(
-    shifting_engine: Engine, batch: list[Case], forwards: int
-) -> None:
+def test_the_window_may_change_at_any_time(shifting_engine, batch, forwards):
     drafting = [in_mode(case, "verified", draft_budget=5.0) for case in batch]
     expected = run(shifting_engine, [in_mode(case, "ar") for case in batch])
     results = {}
@@ -210,14 +196,14 @@ class Narrowing(FixedWindows):
 
     narrow = False
 
-    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+    def choose(self, running):
         return [0] * len(running) if self.narrow else super().choose(running)
 
 
 @given(case=cases(), before=st.integers(0, 6))
 def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
-    shifting_engine: Engine, case: Case, before: int
-) -> None:
+    shifting_engine, case, before
+):
     """What was filled and not committed is forgotten."""
     greedy = in_mode(case, "paper", temperature=0.0, top_k=0, top_p=1.0, stop_token_ids=())
     windows = Narrowing(4)
@@ -249,7 +235,7 @@ def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def prompts():
     codec, regimes = (
         TextCodec.load(EMBEDDED_MODEL),
         read_questions(EMBEDDED_MODEL / "heldout.jsonl"),
@@ -259,14 +245,12 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def autoregressive(prompts: list[list[int]]) -> dict[float, list[list[int]]]:
+def autoregressive(prompts):
     llm = LLM(window_size=0)
     return {t: completions(llm, prompts, t, "ar")[0] for t in (0.0, 0.8)}
 
 
-def completions(
-    llm: LLM, prompts: list[list[int]], temperature: float, mode: str
-) -> tuple[list[list[int]], int]:
+def completions(llm, prompts, temperature, mode):
     """Token ids, and the forwards of all together."""
     llm.engine.expect([SamplingParams(mode=mode, temperature=0.8)])  # for both temperatures
     params = SamplingParams(mode=mode, temperature=temperature, max_tokens=48)
@@ -277,9 +261,7 @@ def completions(
 @pytest.mark.parametrize(
     "window", [16, *(pytest.param(window, marks=pytest.mark.full) for window in (1, 2, 4, 8, 32))]
 )
-def test_the_trained_model_says_the_same_in_fewer_forwards(
-    window: int, prompts: list[list[int]], autoregressive: dict[float, list[list[int]]]
-) -> None:
+def test_the_trained_model_says_the_same_in_fewer_forwards(window, prompts, autoregressive):
     llm = LLM(window_size=window)
     for temperature, expected in autoregressive.items():
         token_ids, forwards = completions(llm, prompts, temperature, "verified")
@@ -299,7 +281,7 @@ BOLD = SamplingParams(
 PROMPT = (1, 2)
 
 
-def many_at_once(longest: int = 6) -> Engine:
+def many_at_once(longest=6):
     model = Transformer(SMALL, rngs=nnx.Rngs(3))
     return small_engine(
         model,
@@ -313,13 +295,13 @@ def many_at_once(longest: int = 6) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def engine():
     return many_at_once()
 
 
-def sampled(engine: Engine, params: SamplingParams, samples: int) -> np.ndarray:
+def sampled(engine, params, samples):
     """The completions of as many seeds: int ``[samples, LENGTH]``."""
-    found: list[list[int]] = []
+    found = []
     for first in range(0, samples, AT_ONCE):
         seeds = range(first, first + AT_ONCE)
         requests = [Request(i, PROMPT, dataclasses.replace(params, seed=i)) for i in seeds]
@@ -327,7 +309,7 @@ def sampled(engine: Engine, params: SamplingParams, samples: int) -> np.ndarray:
     return np.array(found)
 
 
-def p_value(found: np.ndarray, params: SamplingParams) -> float:
+def p_value(found, params):
     """Of Pearson's test against the product of the model's own next-token distributions."""
     length = found.shape[1]
     every = np.array(list(itertools.product(range(6), repeat=length)))
@@ -366,19 +348,15 @@ def p_value(found: np.ndarray, params: SamplingParams) -> float:
         ),
     ],
 )
-def test_samples_are_distributed_as_autoregressive_ones(
-    engine: Engine, temperature: float, top_p: float, samples: int
-) -> None:
+def test_samples_are_distributed_as_autoregressive_ones(engine, temperature, top_p, samples):
     params = dataclasses.replace(BOLD, temperature=temperature, top_p=top_p)
     found = sampled(engine, params, samples)
     assert all(p_value(found[:, :length], params) > 1e-3 for length in (3, 4))
 
 
 @pytest.mark.full
-def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def accept_all(
-        state: DecodeState, options: Options, tokens: Array, entropies: Array
-    ) -> Verified:
+def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch):
+    def accept_all(state, options, tokens, entropies):
         drafts = jnp.where(is_filled(state), state.tokens, tokens[:, :-1])
         return verify(state, options, tokens.at[:, :-1].set(drafts), entropies)
 
@@ -394,6 +372,6 @@ def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch: pytest.Monkey
 # --- refused -----------------------------------------------------------------------------
 
 
-def test_an_unknown_mode_is_refused() -> None:
+def test_an_unknown_mode_is_refused():
     with pytest.raises(InputError, match="mode: expected one of paper, verified, ar"):
         SamplingParams(mode="fast")

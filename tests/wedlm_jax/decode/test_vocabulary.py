@@ -1,7 +1,5 @@
 """Ids that a tokenizer does not know are never chosen, and cost nothing."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
@@ -14,11 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.examples.decode import TINY, Case, run, small_engine
 from tests.jaxpr_shapes import arrays_in
 from tests.wedlm_jax.decode.test_sharded_choice import widths_in
-from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import token_logprobs
 from wedlm_jax.decode.options import Vocabulary
 from wedlm_jax.decode.sampling import entropy, largest
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh
@@ -28,7 +24,7 @@ KNOWN = {1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 23}
 MODES = ("paper", "verified", "ar")
 
 
-def test_what_may_be_chosen() -> None:
+def test_what_may_be_chosen():
     assert Vocabulary.of(TINY) == Vocabulary(24, 24, (23,))
     assert Vocabulary.of(dataclasses.replace(TINY, mask_token_id=None)) == Vocabulary(24, 24)
     some = Vocabulary.of(TINY, KNOWN)
@@ -42,14 +38,14 @@ def test_what_may_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [Vocabulary(24, 24, (23,)), Vocabulary.of(TINY, KNOWN)])
-def test_logits_equal_numpy(vocabulary: Vocabulary) -> None:
+def test_logits_equal_numpy(vocabulary):
     logits = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
     expected = np.where([token in vocabulary for token in range(24)], logits, -np.inf)
     np.testing.assert_array_equal(vocabulary.restricted(jnp.array(logits)), expected)
 
 
 @pytest.fixture(scope="module")
-def engines() -> tuple[Engine, Engine]:
+def engines():
     """A model that likes best what its tokenizer does not know; with the tokenizer and without."""
     model = Transformer(TINY, rngs=nnx.Rngs(7))
     unknown = np.array([token not in KNOWN for token in range(24)])
@@ -61,7 +57,7 @@ def engines() -> tuple[Engine, Engine]:
     return with_tokenizer, small_engine(model, expected, deterministic=True)
 
 
-def cases() -> list[Case]:
+def cases():
     return [
         Case(
             (3 + i, 20, 4),
@@ -81,7 +77,7 @@ def cases() -> list[Case]:
     ]
 
 
-def told(results: list[Completion]) -> set[int]:
+def told(results):
     """All tokens that were chosen, or told as alternatives."""
     chosen = {token for one in results for token in one.token_ids}
     beside = {t for one in results for token in one.logprobs or [] for t, _ in token.top}
@@ -89,7 +85,7 @@ def told(results: list[Completion]) -> set[int]:
 
 
 @pytest.mark.full
-def test_what_the_tokenizer_does_not_know_is_never_chosen(engines: tuple[Engine, Engine]) -> None:
+def test_what_the_tokenizer_does_not_know_is_never_chosen(engines):
     with_tokenizer, without = engines
     assert told(run(without, cases())) - KNOWN, "there is something to keep out"
     results = run(with_tokenizer, cases())
@@ -100,12 +96,12 @@ def test_what_the_tokenizer_does_not_know_is_never_chosen(engines: tuple[Engine,
     assert np.mean(sums) > 0.3
 
 
-def test_no_device_makes_the_whole_vocabulary_and_no_array_is_added() -> None:
+def test_no_device_makes_the_whole_vocabulary_and_no_array_is_added():
     part = 1001
     vocab, rows = 8 * part, 3
     vocabulary = Vocabulary(vocab, vocab - 1200, (7, 4000))
 
-    def choose(logits: jax.Array) -> tuple[jax.Array, ...]:
+    def choose(logits):
         logits = vocabulary.restricted(logits)
         tokens = largest(logits)
         return tokens, entropy(logits), token_logprobs(logits, tokens, 2).top
@@ -125,8 +121,8 @@ def test_no_device_makes_the_whole_vocabulary_and_no_array_is_added() -> None:
     assert vocab not in widths_in(compiled.as_text())
 
 
-def test_without_a_tokenizer_nothing_is_compared() -> None:
-    def shapes(vocabulary: Vocabulary) -> set[tuple[int, ...]]:
+def test_without_a_tokenizer_nothing_is_compared():
+    def shapes(vocabulary):
         traced = jax.make_jaxpr(vocabulary.restricted)(jnp.zeros((3, 24)))
         return {x.shape for x in arrays_in(traced.jaxpr) if x.dtype == bool and x.ndim}
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from wedlm_jax.engine.interface import Admission, Burst, Report, Request
 from wedlm_jax.engine.scheduling.sequence import SequenceState
-from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.params import SamplingParams
 
 PROMPT = 30
@@ -75,18 +73,18 @@ class Script:
     The same script for every decoder, so that only the windows differ.
     """
 
-    def __init__(self, text: Text, rng: np.random.Generator):
+    def __init__(self, text, rng):
         self.length = int(np.clip(text.length * rng.lognormal(0, 0.4), 4, 1000))
         self.text = text
         self._hard = rng.random(self.length + 200)
         self._nats = np.where(rng.random(self.length + 200) < text.sure, 0.01, 1.0)
 
-    def drafts(self, place: int, window: int) -> int:
+    def drafts(self, place, window):
         """Drafts behind ``place``, whose token is known."""
         spent = np.cumsum(self._nats[place + 1 : place + window])
         return int(np.searchsorted(spent, 2.0))
 
-    def accepted(self, place: int, drafts: int) -> int:
+    def accepted(self, place, drafts):
         here = self._hard[place + 1 : place + 1 + drafts]
         right = here < self.text.right * self.text.fading ** np.arange(drafts)
         return drafts if right.all() else int(right.argmin())
@@ -97,14 +95,14 @@ class Simulation:
 
     def __init__(
         self,
-        windows: WindowChoice,
-        costs: dict[int, float],
-        sequences: int,
+        windows,
+        costs,
+        sequences,
         *,
-        noise: Callable[[float], float] = lambda seconds: seconds,
-        mode: str = "verified",
-        windowless: float = 1.0,
-        longest_burst: int = 64,
+        noise=lambda seconds: seconds,
+        mode="verified",
+        windowless=1.0,
+        longest_burst=64,
     ):
         self._windows, self._noise, self._mode = windows, noise, mode
         self._windowless, self._held = windowless, False
@@ -114,13 +112,13 @@ class Simulation:
         self._numbers = 0
         self.seconds = 0.0
         self.tokens = 0
-        self.chosen: list[list[int]] = []
+        self.chosen = []
 
-    def decode(self, scripts: Sequence[Script]) -> float:
+    def decode(self, scripts):
         """Decodes all; returns tokens a second."""
         seconds, tokens = self.seconds, self.tokens
         waiting = list(scripts)[::-1]
-        running: list[_Sequence] = []
+        running = []
         while waiting or running:
             fresh = []
             free = sorted(set(range(self._n)) - {one.state.index for one in running})
@@ -131,14 +129,14 @@ class Simulation:
             running = [one for one in running if not one.finished]
         return (self.tokens - tokens) / (self.seconds - seconds)
 
-    def _sequence(self, script: Script, index: int) -> _Sequence:
+    def _sequence(self, script, index):
         self._numbers += 1
         params = SamplingParams(max_tokens=script.length, mode=self._mode)
         state = SequenceState(Request(self._numbers, [1] * PROMPT, params), self._numbers)
         state.index = index
         return _Sequence(script, state)
 
-    def _burst(self, running: list[_Sequence], fresh: list[_Sequence], waiting: bool) -> None:
+    def _burst(self, running, fresh, waiting):
         chosen = self._windows.choose([one.state for one in running])
         self.chosen.append(list(chosen))
         for one, window in zip(running, chosen, strict=True):
@@ -191,7 +189,7 @@ class Simulation:
         for one in running:
             self.tokens += one.collect()
 
-    def _report(self, running: list[_Sequence], run: int) -> Report:
+    def _report(self, running, run):
         computed, output, forwards, instances = np.zeros((4, self._n), np.int32)
         finished = np.ones(self._n, bool)
         for one in running:
@@ -214,24 +212,24 @@ class _Sequence:
     """A script that is being decoded: the token before ``place`` is known, ``drafts`` stand
     behind it."""
 
-    def __init__(self, script: Script, state: SequenceState):
+    def __init__(self, script, state):
         self.script, self.state = script, state
         self.place = self.drafts = self.forwards = self.slots = 0
         self.prompt = PROMPT
 
     @property
-    def finished(self) -> bool:
+    def finished(self):
         return self.place >= self.script.length
 
     @property
-    def computed(self) -> int:
+    def computed(self):
         return PROMPT - self.prompt + max(self.place - 1, 0)
 
-    def take(self, window: int) -> None:
+    def take(self, window):
         self.state.window = window
         self.drafts = min(self.drafts, max(window - 1, 0))
 
-    def forward(self, mode: str) -> int:
+    def forward(self, mode):
         """Runs a forward; returns its tokens."""
         window = self.state.window
         if window == 0:
@@ -252,7 +250,7 @@ class _Sequence:
         self.place = min(self.place, self.script.length)
         return slots
 
-    def _paper(self, window: int) -> int:
+    def _paper(self, window):
         """Commits what was filled before; fills every sure mask up to the first that is not, or
         one."""
         slots = window + self.drafts
@@ -262,7 +260,7 @@ class _Sequence:
         self.drafts = max(1, min(self.script.accepted(self.place, window - 1) + 1, window))
         return slots
 
-    def collect(self) -> int:
+    def collect(self):
         """Brings the host's view up to date; returns the new tokens."""
         new = self.place - self.state.num_output
         self.state.text.extend([1] * new)

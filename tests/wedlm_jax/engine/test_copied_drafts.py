@@ -1,10 +1,7 @@
 """Sequences whose drafts are copied from their texts: the tokens are those of AR decoding, whoever
 is there, whatever forwards cost, and wherever drafts come from."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -22,18 +19,16 @@ from tests.examples.decode import (
     say_the_same,
     small_engine,
 )
-from wedlm_jax.completion import Completion, Drafts
-from wedlm_jax.engine.engine import Engine
+from wedlm_jax.completion import Drafts
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.engine.windows.costs import CostTable
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import DRAFTS, SamplingParams
 
 LOOKUP = 5
 
 
-def may_copy(request: Request) -> bool:
+def may_copy(request):
     params = request.params
     return params.mode == "verified" and params.draft in ("auto", "lookup") and request.window != 0
 
@@ -41,12 +36,12 @@ def may_copy(request: Request) -> bool:
 class EveryDraft(FixedWindows):
     """Copies drafts into windows of masks, too."""
 
-    def lookup(self, request: Request) -> int:
+    def lookup(self, request):
         return self._lookup if may_copy(request) else 0
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Transformer) -> Engine:
+def engine(tiny_model):
     """Pages for little more than one sequence of full length: among several, some are preempted."""
     engine = small_engine(tiny_model, [], lookup=LOOKUP, num_pages=24, deterministic=True)
     engine.windows = EveryDraft(4, LOOKUP)
@@ -56,7 +51,7 @@ def engine(tiny_model: Transformer) -> Engine:
 
 
 @st.composite
-def drafting(draw: st.DrawFn) -> Case:
+def drafting(draw):
     """A text that repeats itself, or any; drafts of any kind."""
     case = draw(cases_with_options())
     if draw(st.booleans()):
@@ -75,9 +70,7 @@ def drafting(draw: st.DrawFn) -> Case:
     slope=st.sampled_from([0.0, 0.05, 1.0]),
     windows=st.sampled_from([None, 4]),
 )
-def test_drafts_change_no_token(
-    engine: Engine, batch: list[Case], header: list[int], slope: float, windows: int | None
-) -> None:
+def test_drafts_change_no_token(engine, batch, header, slope, windows):
     """Also of prompts that share a header, are computed in chunks, and begin again for want of
     pages; by what forwards cost, drafts are taken always, at times or never."""
     sizes = engine.settings.program(engine.everything).sizes.tokens
@@ -94,7 +87,7 @@ def test_drafts_change_no_token(
     engine.scheduler.check_accounts()
 
 
-def assert_counts_fit(case: Case, result: Completion) -> None:
+def assert_counts_fit(case, result):
     drafts, draft = result.drafts, case.params.draft
     assert drafts.masks_accepted <= drafts.masks
     assert drafts.lookup_accepted <= drafts.lookup
@@ -112,7 +105,7 @@ LOOPING = SamplingParams(
 )
 
 
-def test_a_loop_takes_few_forwards_and_all_is_counted(engine: Engine) -> None:
+def test_a_loop_takes_few_forwards_and_all_is_counted(engine):
     before = engine.device.drafts
     results = run(engine, [Case((5, 5, 5, 5), LOOPING, None)] * 3)  # type: ignore[arg-type]
     for result in results:
@@ -125,7 +118,7 @@ def test_a_loop_takes_few_forwards_and_all_is_counted(engine: Engine) -> None:
     assert new == Drafts(lookup=45, lookup_accepted=45)
 
 
-def test_what_is_cut_off_is_not_counted(engine: Engine) -> None:
+def test_what_is_cut_off_is_not_counted(engine):
     (whole,) = engine.decode(unwindowed([Case((5, 5, 5, 5), LOOPING, 0)]))
     for length in range(1, 21):
         part = whole.cut(length)
@@ -135,7 +128,7 @@ def test_what_is_cut_off_is_not_counted(engine: Engine) -> None:
     assert whole.cut(1).drafts == Drafts()
 
 
-def unwindowed(batch: Sequence[Case]) -> list[Request]:
+def unwindowed(batch):
     """Requests that name no window of their own."""
     return [dataclasses.replace(one, window=None) for one in requests_of(batch)]
 
@@ -144,14 +137,14 @@ def unwindowed(batch: Sequence[Case]) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def maskless(tiny_model: Transformer) -> Engine:
+def maskless(tiny_model):
     params = SamplingParams(temperature=1.0)
     engine = small_engine(tiny_model, [], window_size=0, lookup=LOOKUP)
     engine.expect([params])
     return engine
 
 
-def test_a_model_without_masks_copies_by_default(maskless: Engine) -> None:
+def test_a_model_without_masks_copies_by_default(maskless):
     """What pays is decided by costs, here of a single size: all drafts are free."""
     rng = np.random.default_rng(0)
     batch = [
@@ -174,7 +167,7 @@ def test_a_model_without_masks_copies_by_default(maskless: Engine) -> None:
 
 
 @pytest.mark.parametrize("draft", ["none", "masks"])
-def test_without_copies_it_is_autoregressive(maskless: Engine, draft: str) -> None:
+def test_without_copies_it_is_autoregressive(maskless, draft):
     params = dataclasses.replace(LOOPING, draft=draft, logit_bias={}, max_tokens=8)
     (result,) = maskless.decode(unwindowed([Case((5, 5, 5), params, 0)]))
     assert result.num_forwards == result.num_token_instances == len(result.token_ids)
@@ -182,16 +175,16 @@ def test_without_copies_it_is_autoregressive(maskless: Engine, draft: str) -> No
 
 
 @pytest.mark.parametrize("mode", ["paper", "ar"])
-def test_other_modes_copy_nothing(engine: Engine, mode: str) -> None:
+def test_other_modes_copy_nothing(engine, mode):
     params = dataclasses.replace(LOOPING, mode=mode)
     (result,) = engine.decode(unwindowed([Case((5, 5, 5, 5), params, 0)]))
     assert result.drafts == Drafts()
 
 
-def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model: Transformer) -> None:
+def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model):
     choice = FixedWindows(4, LOOKUP)
 
-    def copies(window: int | None = None, **params: str) -> int:
+    def copies(window=None, **params):
         return choice.lookup(Request(0, [5], SamplingParams(**params), window))  # type: ignore[arg-type]
 
     assert copies() == 0

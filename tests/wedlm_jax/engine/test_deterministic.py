@@ -1,7 +1,5 @@
 """`deterministic=True`: in bfloat16 too, a sequence's tokens depend on nothing but itself."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp
@@ -19,8 +17,6 @@ from tests.examples.decode import (
     small_engine,
 )
 from tests.forward_sizes import usual_sizes
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Finished
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -29,7 +25,7 @@ PARAMS = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("veri
 COUNT = 60
 
 
-def in_bfloat16(model: Transformer) -> Transformer:
+def in_bfloat16(model):
     graph, parameters = nnx.split(model)
     narrow = nnx.State.from_flat_path(
         {
@@ -41,13 +37,13 @@ def in_bfloat16(model: Transformer) -> Transformer:
 
 
 @pytest.fixture(scope="module", params=[pytest.param(4, marks=pytest.mark.full), 16])
-def engine(request: pytest.FixtureRequest, tiny_model: Transformer) -> Engine:
+def engine(request, tiny_model):
     return small_engine(
         in_bfloat16(tiny_model), PARAMS, window_size=request.param, deterministic=True
     )
 
 
-def some_cases(window: int, seed: int) -> list[Case]:
+def some_cases(window, seed):
     rng = np.random.default_rng(seed)
     made = []
     for number in range(COUNT):
@@ -64,7 +60,7 @@ def some_cases(window: int, seed: int) -> list[Case]:
     return made
 
 
-def test_verified_equals_autoregressive_alone_and_together(engine: Engine) -> None:
+def test_verified_equals_autoregressive_alone_and_together(engine):
     batch = some_cases(engine.settings.window, 0)
     drafted = run(engine, batch)
     expected = run(engine, [in_mode(case, "ar") for case in batch])
@@ -76,13 +72,13 @@ def test_verified_equals_autoregressive_alone_and_together(engine: Engine) -> No
     assert run(engine, reseeded) != expected[1::2]
 
 
-def test_neither_arrival_nor_aborts_change_a_token(engine: Engine) -> None:
+def test_neither_arrival_nor_aborts_change_a_token(engine):
     batch = some_cases(engine.settings.window, 1)
     expected = run(engine, batch)
     rng = np.random.default_rng(2)
     waiting = requests_of(batch)
-    results: dict[int, Completion] = {}
-    aborted: set[int] = set()
+    results = {}
+    aborted = set()
     while waiting or engine.has_work:
         count = int(rng.integers(0, 4))
         now, waiting = waiting[:count], waiting[count:]
@@ -100,7 +96,7 @@ def test_neither_arrival_nor_aborts_change_a_token(engine: Engine) -> None:
         assert result.forwards_at == expected[number].forwards_at
 
 
-def test_one_size_serves_every_forward(engine: Engine) -> None:
+def test_one_size_serves_every_forward(engine):
     sizes = engine.device.settings.program(engine._traits()).sizes
     assert (len(sizes.tokens), len(sizes.head)) == (1, 1)
 
@@ -113,7 +109,7 @@ WIDER = dataclasses.replace(
 
 @pytest.mark.full
 @pytest.mark.parametrize("sequences", [1, 4])
-def test_every_program_computes_the_same_to_the_bit(sequences: int) -> None:
+def test_every_program_computes_the_same_to_the_bit(sequences):
     """Whoever is there: programs are compiled for those alone, at the sizes that users get."""
     model = Transformer(WIDER, rngs=nnx.Rngs(3), dtype=jnp.dtype("bfloat16"))
     with usual_sizes():

@@ -1,10 +1,7 @@
 """What a request gets back from the engine, whatever else runs and however it is run."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,9 +25,6 @@ from tests.examples.decode import (
     run,
     small_engine,
 )
-from tests.reference.decode_loop import FullForward
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
@@ -39,7 +33,7 @@ from wedlm_jax.params import SamplingParams
 PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
 
 
-def any_mode(case: Case, mode: str) -> Case:
+def any_mode(case, mode):
     return in_mode(case, mode, draft_budget=4.0)
 
 
@@ -55,8 +49,8 @@ some_cases = st.builds(
     case=some_cases, others=st.lists(some_cases, min_size=3, max_size=3), place=st.integers(0, 3)
 )
 def test_a_sequence_alone_equals_the_sequence_among_any_others(
-    streaming_engine: Engine, case: Case, others: list[Case], place: int
-) -> None:
+    streaming_engine, case, others, place
+):
     batch = [*others[:place], case, *others[place:]]
     assert_same(run(streaming_engine, batch)[place], run(streaming_engine, [case])[0])
 
@@ -64,8 +58,8 @@ def test_a_sequence_alone_equals_the_sequence_among_any_others(
 @pytest.mark.full
 @given(batch=st.lists(some_cases, min_size=2, max_size=6), data=st.data())
 def test_autoregressive_sequences_and_windows_run_side_by_side(
-    streaming_engine: Engine, autoregressive_engine: Engine, batch: list[Case], data: st.DataObject
-) -> None:
+    streaming_engine, autoregressive_engine, batch, data
+):
     plain = [data.draw(st.booleans()) for _ in batch]
     mixed = [
         dataclasses.replace(case, window=0) if without else case
@@ -77,7 +71,7 @@ def test_autoregressive_sequences_and_windows_run_side_by_side(
 
 
 @pytest.fixture(scope="module")
-def roomy_engine(tiny_model: Transformer) -> Engine:
+def roomy_engine(tiny_model):
     """Longer pages, whole prompts in one chunk, and a wider window than anybody's."""
     params = [
         SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("paper", "verified", "ar")
@@ -94,23 +88,19 @@ def roomy_engine(tiny_model: Transformer) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def gathering_engine(tiny_model: Transformer) -> Engine:
+def gathering_engine(tiny_model):
     return small_engine(tiny_model, attention="gather", deterministic=True)
 
 
 @pytest.mark.full
 @given(case=st.builds(any_mode, cases(), st.sampled_from(["paper", "verified", "ar"])))
-def test_pages_chunks_and_the_engine_s_window_change_nothing(
-    streaming_engine: Engine, roomy_engine: Engine, case: Case
-) -> None:
+def test_pages_chunks_and_the_engine_s_window_change_nothing(streaming_engine, roomy_engine, case):
     assert run(roomy_engine, [case]) == run(streaming_engine, [case])
 
 
 @given(batch=batches())
 @settings(max_examples=5)
-def test_attention_for_gpus_gives_the_same_tokens(
-    streaming_engine: Engine, gathering_engine: Engine, batch: list[Case]
-) -> None:
+def test_attention_for_gpus_gives_the_same_tokens(streaming_engine, gathering_engine, batch):
     for ours, theirs in zip(
         run(gathering_engine, batch), run(streaming_engine, batch), strict=True
     ):
@@ -120,12 +110,12 @@ def test_attention_for_gpus_gives_the_same_tokens(
 # --- burst by burst ----------------------------------------------------------------------
 
 
-def finish(engine: Engine, results: dict[int, Completion]) -> None:
+def finish(engine, results):
     while engine.has_work:
         take(engine.step(), results)
 
 
-def take(events: list[Any], results: dict[int, Completion]) -> None:
+def take(events, results):
     for event in events:
         assert not isinstance(event, Failed)
         if isinstance(event, Finished):
@@ -133,12 +123,10 @@ def take(events: list[Any], results: dict[int, Completion]) -> None:
 
 
 @given(batch=batches(), slices=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_short_bursts_equal_all_at_once(
-    streaming_engine: Engine, batch: list[Case], slices: list[int]
-) -> None:
+def test_short_bursts_equal_all_at_once(streaming_engine, batch, slices):
     expected = run(streaming_engine, batch)
-    results: dict[int, Completion] = {}
-    deltas: dict[int, list[TokenDelta]] = {i: [] for i in range(len(batch))}
+    results = {}
+    deltas = {i: [] for i in range(len(batch))}
     submitted, turn, spent = requests_of(batch), 0, 0
     while submitted or streaming_engine.has_work:
         forwards = slices[turn % len(slices)]
@@ -162,8 +150,8 @@ def test_short_bursts_equal_all_at_once(
 
 @given(batch=batches(), data=st.data())
 def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
-    streaming_engine: Engine, full_forward: FullForward, batch: list[Case], data: st.DataObject
-) -> None:
+    streaming_engine, full_forward, batch, data
+):
     """Cut at some token's first appearance, against a run with that token as a stop id."""
     cuts, stopping = [], []
     for case, whole in zip(batch, run(streaming_engine, batch), strict=True):
@@ -177,11 +165,11 @@ def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
             assert stopped == cut
 
 
-def test_an_abort_ends_one_sequence_and_no_other(streaming_engine: Engine) -> None:
+def test_an_abort_ends_one_sequence_and_no_other(streaming_engine):
     slow = dataclasses.replace(PLAIN, entropy_threshold=None)
     batch = [Case((3 + i, 9), slow, 4) for i in range(4)]
     expected = run(streaming_engine, batch)
-    results: dict[int, Completion] = {}
+    results = {}
     take(streaming_engine.step(requests_of(batch), max_forwards=2), results)
     take(streaming_engine.step(aborted=[1]), results)
     finish(streaming_engine, results)
@@ -189,7 +177,7 @@ def test_an_abort_ends_one_sequence_and_no_other(streaming_engine: Engine) -> No
     assert streaming_engine.counters.pages_used == 0
 
 
-def test_the_window_as_the_next_forward_sees_it(streaming_engine: Engine) -> None:
+def test_the_window_as_the_next_forward_sees_it(streaming_engine):
     tokens = 0
     streaming_engine.step([Request(0, (3, 9, 4), PLAIN, 4)], max_forwards=0)
     view = streaming_engine.window(0)
@@ -209,14 +197,12 @@ def test_the_window_as_the_next_forward_sees_it(streaming_engine: Engine) -> Non
         assert len(view.tokens) == 4 + view.tokens.index(None)
 
 
-def test_a_request_with_options_among_those_without(
-    one_size_engine: Engine, streaming_engine: Engine
-) -> None:
+def test_a_request_with_options_among_those_without(one_size_engine, streaming_engine):
     """It comes while others run for which the program was made without them."""
     biased = dataclasses.replace(PLAIN, logit_bias={7: 100})
     batch = [Case((3 + i, 9), biased if i == 3 else PLAIN, 4) for i in range(6)]
     first, rest = requests_of(batch[:2]), requests_of(batch[2:], first=2)
-    results: dict[int, Completion] = {}
+    results = {}
     take(one_size_engine.step(first, max_forwards=3), results)
     take(one_size_engine.step(rest, max_forwards=1), results)
     finish(one_size_engine, results)
@@ -224,13 +210,13 @@ def test_a_request_with_options_among_those_without(
     assert [results[i] for i in range(6)] == run(streaming_engine, batch)
 
 
-def test_a_prompt_that_is_too_long_fails_alone(streaming_engine: Engine) -> None:
+def test_a_prompt_that_is_too_long_fails_alone(streaming_engine):
     case = Case((3, 9), PLAIN, 4)
     requests = [Request(0, [3] * 40, PLAIN), *requests_of([case], first=1)]
     failed, *events = streaming_engine.step(requests)
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, InputError)
-    results: dict[int, Completion] = {}
+    results = {}
     take(events, results)
     finish(streaming_engine, results)
     assert results == {1: run(streaming_engine, [case])[0]}
@@ -242,9 +228,7 @@ def test_a_prompt_that_is_too_long_fails_alone(streaming_engine: Engine) -> None
 
 
 @pytest.mark.full
-def test_requests_that_were_aborted_have_no_say_in_the_next_program(
-    tiny_model: Transformer, streaming_engine: Engine
-) -> None:
+def test_requests_that_were_aborted_have_no_say_in_the_next_program(tiny_model, streaming_engine):
     """Its traits lack what only they asked for, before the device hears that they are gone."""
     engine = small_engine(tiny_model, [])
     engine.step([Request(0, (3, 4, 5), PLAIN)], max_forwards=1)
@@ -256,7 +240,7 @@ def test_requests_that_were_aborted_have_no_say_in_the_next_program(
     assert as_if_first(result) == as_if_first(alone)
 
 
-def test_what_is_expected_compiles_before_and_nothing_after(tiny_model: Transformer) -> None:
+def test_what_is_expected_compiles_before_and_nothing_after(tiny_model):
     params = SamplingParams(mode="verified", temperature=0.7, top_p=0.9, max_tokens=12)
     engine = small_engine(tiny_model, [params], window_size=2, deterministic=True)
     engine.compile()
@@ -275,9 +259,7 @@ def test_what_is_expected_compiles_before_and_nothing_after(tiny_model: Transfor
     assert (engine.num_programs, engine.compile_seconds) == (programs, spent)
 
 
-def test_other_weights_give_other_tokens_and_none_are_left_of_the_old(
-    tiny_model: Transformer, one_size_engine: Engine
-) -> None:
+def test_other_weights_give_other_tokens_and_none_are_left_of_the_old(tiny_model, one_size_engine):
     batch = [Case((3 + i, 9, 4, 5, 6, 7, 8), PLAIN, 4) for i in range(4)]
     before = run(one_size_engine, batch)
     one_size_engine.update(Transformer(TINY, rngs=nnx.Rngs(8)))
@@ -287,7 +269,7 @@ def test_other_weights_give_other_tokens_and_none_are_left_of_the_old(
     assert one_size_engine.decode(requests_of(batch)) == before, "nothing was cached"
 
 
-def test_a_program_is_compiled_while_others_decode(tiny_model: Transformer) -> None:
+def test_a_program_is_compiled_while_others_decode(tiny_model):
     """What it serves, others may use that want less, for as long as somebody wants it."""
     engine = small_engine(tiny_model, [], window_size=4, deterministic=True)
     plain = Request(0, (3, 9, 4), dataclasses.replace(PLAIN, mode="verified"))
@@ -301,7 +283,7 @@ def test_a_program_is_compiled_while_others_decode(tiny_model: Transformer) -> N
     assert engine.compiled_for(engine.traits_with([drawn])) is None
     thread = threading.Thread(target=engine.compile_program, args=[engine.traits_with([drawn])])
     thread.start()
-    results: dict[int, Completion] = {}
+    results = {}
     finish(engine, results)
     thread.join()
     assert as_if_first(results[2]) == as_if_first(expected)
@@ -321,15 +303,13 @@ def test_a_program_is_compiled_while_others_decode(tiny_model: Transformer) -> N
     assert engine.compiled_for(engine.traits_with([plain])) == narrow
 
 
-def test_an_engine_begins_anew_after_a_step_that_failed(
-    tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_begins_anew_after_a_step_that_failed(tiny_model, monkeypatch):
     engine = small_engine(tiny_model, DRAWN, deterministic=True)
     request = Request(0, (3, 9, 4), PLAIN)
     (expected,) = engine.decode([request])
     collect = engine.device.collect
 
-    def failing(*ticket: Any) -> Any:
+    def failing(*ticket):
         collect(*ticket)
         raise RuntimeError("lost")
 
@@ -343,7 +323,7 @@ def test_an_engine_begins_anew_after_a_step_that_failed(
     assert engine.decode([request]) == [expected]
 
 
-def test_drafts_are_counted(streaming_engine: Engine) -> None:
+def test_drafts_are_counted(streaming_engine):
     before = streaming_engine.device.drafts
     params = SamplingParams(max_tokens=20, draft_budget=1e6, ignore_eos=True)
     (result,) = streaming_engine.decode([Request(0, (3, 9, 4), params, 4)])

@@ -24,7 +24,7 @@ STEMS = [[2 + (5 * stem + i * i) % 20 for i in range(20)] for stem in range(2)]
 
 
 @pytest.fixture(scope="module")
-def engines() -> tuple[Engine, Engine]:
+def engines():
     """One with pages for hardly two sequences, three of which decode together; and one for a
     sequence alone. Both at one size, so that their tokens are equal to the bit."""
     model = Transformer(TINY, rngs=nnx.Rngs(7))
@@ -41,12 +41,12 @@ class Machine(RuleBasedStateMachine):
     alone: Engine
     known: dict[Any, Completion]
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.engine = self.small
         self.engine.scheduler = self.engine._new_scheduler()
-        self.live: dict[int, Request] = {}
-        self.tokens: dict[int, list[int]] = {}
+        self.live = {}
+        self.tokens = {}
 
     @rule(
         stem=st.integers(0, 1),
@@ -58,17 +58,7 @@ class Machine(RuleBasedStateMachine):
         copies=st.integers(1, 3),
         ahead=st.booleans(),
     )
-    def submit(
-        self,
-        stem: int,
-        shared: int,
-        tail: list[int],
-        max_tokens: int,
-        mode: str,
-        hot: bool,
-        copies: int,
-        ahead: bool,
-    ) -> None:
+    def submit(self, stem, shared, tail, max_tokens, mode, hot, copies, ahead):
         made = []
         for seed in range(copies):
             params = SamplingParams(
@@ -85,17 +75,17 @@ class Machine(RuleBasedStateMachine):
         self.take(self.engine.step(made, max_forwards=1, ahead=ahead))
 
     @rule(data=st.data(), forwards=st.integers(0, 1), ahead=st.booleans())
-    def abort(self, data: st.DataObject, forwards: int, ahead: bool) -> None:
+    def abort(self, data, forwards, ahead):
         if self.live:
             number = data.draw(st.sampled_from(sorted(self.live)))
             del self.live[number]
             self.take(self.engine.step(aborted=[number], max_forwards=forwards, ahead=ahead))
 
     @rule(forwards=st.integers(1, 6), ahead=st.booleans())
-    def step(self, forwards: int, ahead: bool) -> None:
+    def step(self, forwards, ahead):
         self.take(self.engine.step(max_forwards=forwards, ahead=ahead))
 
-    def take(self, events: list[Any]) -> None:
+    def take(self, events):
         for event in events:
             request = self.live[event.number]
             if isinstance(event, TokenDelta):
@@ -113,11 +103,11 @@ class Machine(RuleBasedStateMachine):
                 assert event.result.forwards_at == expected.forwards_at
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def nothing_is_lost(self):
         self.engine.scheduler.check_accounts()
         assert self.engine.scheduler._sequences.keys() == self.live.keys()
 
-    def teardown(self) -> None:
+    def teardown(self):
         for _ in range(500):
             if self.live:
                 self.take(self.engine.step())
@@ -125,7 +115,7 @@ class Machine(RuleBasedStateMachine):
         assert self.engine.counters.pages_used == 0
 
 
-def test_requests_that_come_and_go(engines: tuple[Engine, Engine]) -> None:
+def test_requests_that_come_and_go(engines):
     Machine.small, Machine.alone = engines
     Machine.known = {}
     run_state_machine_as_test(

@@ -1,10 +1,7 @@
 """What an engine refuses, and what just fits: its own options, windows, prompts, and options of
 requests."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 from flax import nnx
@@ -20,7 +17,7 @@ from wedlm_jax.params import SamplingParams
 PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
 
 
-def test_the_most_tokens_that_fit_do_and_one_more_does_not(tiny_model: Transformer) -> None:
+def test_the_most_tokens_that_fit_do_and_one_more_does_not(tiny_model):
     for limit in (None, 10):
         engine = Engine(tiny_model, EngineConfig(max_model_len=limit))
         most = engine.most_tokens(Request(-1, [3] * 5, PLAIN))
@@ -30,7 +27,7 @@ def test_the_most_tokens_that_fit_do_and_one_more_does_not(tiny_model: Transform
             engine.check([3] * 5, dataclasses.replace(PLAIN, max_tokens=most + 1))
 
 
-def test_a_window_wider_than_the_engine_s_is_refused(streaming_engine: Engine) -> None:
+def test_a_window_wider_than_the_engine_s_is_refused(streaming_engine):
     widest = streaming_engine.settings.window
     streaming_engine.check_window(widest)
     for window in (-1, widest + 1):
@@ -49,14 +46,12 @@ def test_a_window_wider_than_the_engine_s_is_refused(streaming_engine: Engine) -
         ([3] * 40, 9, "a prompt of 40 tokens and max_tokens 9 exceed max_model_len 48"),
     ],
 )
-def test_a_prompt_that_cannot_be_decoded_is_refused(
-    streaming_engine: Engine, prompt: Any, max_tokens: int, sentence: str
-) -> None:
+def test_a_prompt_that_cannot_be_decoded_is_refused(streaming_engine, prompt, max_tokens, sentence):
     with pytest.raises(InputError, match=sentence):
         streaming_engine.check(prompt, SamplingParams(max_tokens=max_tokens))
 
 
-def test_a_prompt_that_just_fits_is_not_refused(streaming_engine: Engine) -> None:
+def test_a_prompt_that_just_fits_is_not_refused(streaming_engine):
     streaming_engine.check([23, 0] * 20, SamplingParams(max_tokens=8))
     streaming_engine.check(range(2, 4), SamplingParams(max_tokens=46))
 
@@ -74,9 +69,7 @@ def test_a_prompt_that_just_fits_is_not_refused(streaming_engine: Engine) -> Non
         ),
     ],
 )
-def test_options_that_the_model_cannot_have_are_refused(
-    streaming_engine: Engine, options: dict[str, Any], sentence: str
-) -> None:
+def test_options_that_the_model_cannot_have_are_refused(streaming_engine, options, sentence):
     with pytest.raises(InputError, match=sentence):
         streaming_engine.check([3], dataclasses.replace(PLAIN, **options))
 
@@ -100,21 +93,19 @@ def test_options_that_the_model_cannot_have_are_refused(
         ({"chunk_tokens": 0}, "chunk_tokens: expected"),
     ],
 )
-def test_an_engine_that_cannot_run_is_refused(
-    tiny_model: Transformer, options: dict[str, Any], sentence: str
-) -> None:
+def test_an_engine_that_cannot_run_is_refused(tiny_model, options, sentence):
     with pytest.raises(InputError, match=sentence):
         Engine(tiny_model, EngineConfig(**options))
 
 
-def test_a_shorter_limit_is_the_one_that_counts(tiny_model: Transformer) -> None:
+def test_a_shorter_limit_is_the_one_that_counts(tiny_model):
     engine = Engine(tiny_model, EngineConfig(max_model_len=10))
     engine.check([3] * 6, SamplingParams(max_tokens=4))
     with pytest.raises(InputError, match="exceed max_model_len 10"):
         engine.check([3] * 6, SamplingParams(max_tokens=5))
 
 
-def test_without_a_mask_token_only_a_window_of_0_runs() -> None:
+def test_without_a_mask_token_only_a_window_of_0_runs():
     model = Transformer(
         dataclasses.replace(TINY, mask_token_id=None, num_hidden_layers=1), rngs=nnx.Rngs(0)
     )

@@ -1,10 +1,6 @@
 """Sequences under a grammar: in it, in any company, and in mode "verified" what "ar" says."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,12 +22,9 @@ from tests.examples.decode import (
     small_engine,
 )
 from tests.examples.grammar import END, STATES, RandomAutomata, automaton_of
-from tests.reference.decode_loop import FullForward
 from tests.reference.logit_options import adjusted
 from tests.reference.sampling import choose_token
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.interface import Failed, Finished, Request
+from wedlm_jax.engine.interface import Failed, Finished
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Generation
@@ -47,7 +40,7 @@ EXPECTED = [
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Transformer) -> Engine:
+def engine(tiny_model):
     """Pages for little more than one sequence of full length: among several, some are preempted."""
     return small_engine(
         tiny_model, EXPECTED, num_pages=24, deterministic=True, grammars=RandomAutomata()
@@ -55,7 +48,7 @@ def engine(tiny_model: Transformer) -> Engine:
 
 
 @st.composite
-def constrained(draw: st.DrawFn) -> Case:
+def constrained(draw):
     case = draw(cases())
     return in_mode(
         case,
@@ -66,7 +59,7 @@ def constrained(draw: st.DrawFn) -> Case:
     )
 
 
-def assert_in_grammar(result: Completion, case: Case) -> None:
+def assert_in_grammar(result, case):
     stopped = result.finish_reason == "stop"
     text = result.token_ids[:-1] if stopped else result.token_ids
     state = automaton_of(case.params).walk(text)
@@ -79,9 +72,7 @@ def assert_in_grammar(result: Completion, case: Case) -> None:
 
 
 @given(case=constrained(), others=st.lists(cases() | constrained(), min_size=3, max_size=5))
-def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(
-    engine: Engine, case: Case, others: list[Case]
-) -> None:
+def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(engine, case, others):
     batch = [*others[:2], case, *others[2:]]
     results = run(engine, batch)
     assert results[2] == run(engine, [case])[0]
@@ -93,14 +84,14 @@ def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(
 
 
 @given(batch=st.lists(constrained(), min_size=BATCH, max_size=BATCH))
-def test_verified_says_what_ar_says(engine: Engine, batch: list[Case]) -> None:
+def test_verified_says_what_ar_says(engine, batch):
     ours, theirs = (
         run(engine, [in_mode(case, mode) for case in batch]) for mode in ("verified", "ar")
     )
     assert all(map(say_the_same, ours, theirs))
 
 
-def in_plain_python(forward: FullForward, case: Case) -> tuple[list[int], float]:
+def in_plain_python(forward, case):
     """What autoregressive decoding says, and the smallest margin of its choices."""
     automaton, out, least = automaton_of(case.params), list[int](), np.inf
     while len(out) < case.params.max_tokens and END not in out:
@@ -117,15 +108,13 @@ def in_plain_python(forward: FullForward, case: Case) -> tuple[list[int], float]
 
 
 @given(case=constrained())
-def test_it_is_ar_decoding_with_the_other_tokens_impossible(
-    engine: Engine, full_forward: FullForward, case: Case
-) -> None:
+def test_it_is_ar_decoding_with_the_other_tokens_impossible(engine, full_forward, case):
     expected, margin = in_plain_python(full_forward, case)
     if margin > SAFE_MARGIN:
         assert run(engine, [case])[0].token_ids == expected
 
 
-def test_drafts_within_the_grammar_are_accepted(engine: Engine) -> None:
+def test_drafts_within_the_grammar_are_accepted(engine):
     """Not all tokens come one by one: what a mask drafts may well be allowed."""
     params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
     batch = [Case((3 + i, 5, 9), dataclasses.replace(params, regex=str(i)), 4) for i in range(12)]
@@ -135,8 +124,8 @@ def test_drafts_within_the_grammar_are_accepted(engine: Engine) -> None:
     )
 
 
-def events_of(engine: Engine, requests: Sequence[Request]) -> dict[int, Any]:
-    last: dict[int, Any] = {}
+def events_of(engine, requests):
+    last = {}
     events = engine.step(requests)
     while True:
         last |= {event.number: event for event in events}
@@ -146,9 +135,7 @@ def events_of(engine: Engine, requests: Sequence[Request]) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("mode", ["verified", "ar"])
-def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(
-    engine: Engine, mode: str
-) -> None:
+def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(engine, mode):
     params = SamplingParams(mode=mode, max_tokens=12, regex="7")
     batch = [Case((3 + i, 9), params, 4) for i in range(6)]
     expected = run(engine, batch)
@@ -164,12 +151,12 @@ def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(
     assert engine.counters.pages_used == 0
 
 
-def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine: Engine) -> None:
+def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine):
     params = SamplingParams(mode="ar", max_tokens=12, regex="7", temperature=1.0, seed=1)
     prompts = [((3 + i, 9), params) for i in range(5)]
     expected = dict(item for some in Generation(EngineLoop(engine), None, prompts) for item in some)
     prompts[2] = (4, 9), dataclasses.replace(params, regex="7 dead", n=3)
-    failed: list[tuple[int, InputError]] = []
+    failed = []
     note = lambda *told: failed.append(told)  # noqa: E731
     done = Generation(EngineLoop(engine), None, prompts, on_failure=note)
     results = dict(item for some in done for item in some)
@@ -185,7 +172,7 @@ def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine: Engine
     assert not engine.has_work
 
 
-def test_a_stop_token_ends_a_completion_wherever_the_grammar_allows_it(engine: Engine) -> None:
+def test_a_stop_token_ends_a_completion_wherever_the_grammar_allows_it(engine):
     params = SamplingParams(mode="verified", max_tokens=12, regex="7")
     case = Case((3, 9), params, 4)
     (whole,) = run(engine, [case])
@@ -201,15 +188,15 @@ def test_a_stop_token_ends_a_completion_wherever_the_grammar_allows_it(engine: E
 
 
 def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
-    engine: Engine, autoregressive_engine: Engine
-) -> None:
+    engine, autoregressive_engine
+):
     with pytest.raises(InputError, match=r"^regex: wrong$"):
         engine.check((3, 4), SamplingParams(max_tokens=4, regex="wrong"))
     with pytest.raises(InputError, match=r"^json_schema: needs a tokenizer"):
         autoregressive_engine.check((3, 4), SamplingParams(max_tokens=4, json_schema={}))
 
 
-def test_preempted_sequences_go_on_within_their_grammar(engine: Engine) -> None:
+def test_preempted_sequences_go_on_within_their_grammar(engine):
     params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
     batch = [
         Case(tuple(range(2, 22)), dataclasses.replace(params, regex=str(i)), 4) for i in range(9)
@@ -224,13 +211,13 @@ def test_preempted_sequences_go_on_within_their_grammar(engine: Engine) -> None:
 
 
 @pytest.mark.full
-def test_on_a_mesh_they_are_what_they_are_on_one_device() -> None:
+def test_on_a_mesh_they_are_what_they_are_on_one_device():
     config = dataclasses.replace(TINY, num_attention_heads=4, num_key_value_heads=2)
     model = Transformer(config, rngs=nnx.Rngs(7))
     mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
     graph, parameters = nnx.split(model)
     on_mesh = nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
-    options: dict[str, Any] = {"deterministic": True, "grammars": RandomAutomata()}
+    options = {"deterministic": True, "grammars": RandomAutomata()}
     batch = [
         Case((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
         for i, mode in enumerate(["verified", "ar", "verified"] * 3)

@@ -1,11 +1,7 @@
 """Engines whose compiled programs are kept on the disk."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import pytest
@@ -13,7 +9,6 @@ from flax import nnx
 
 from tests.examples.decode import TINY, small_engine
 from tests.examples.jax_cache import without_jax_cache
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.windows import probe
 from wedlm_jax.host.compiled_cache import ProgramStore
@@ -24,7 +19,7 @@ from wedlm_jax.sharding import make_mesh, tree_shardings
 
 
 @pytest.fixture(autouse=True)
-def _no_cache() -> Iterator[None]:
+def _no_cache():
     """XLA cannot write what came out of JAX's cache, so a store stands alone."""
     with without_jax_cache():
         yield
@@ -36,17 +31,17 @@ GREEDY = SamplingParams(mode="verified", max_tokens=6)
 class Counting:
     """Counts what is compiled."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine):
         self.compiled = 0
         engine.device.programs.while_busy = self.count
 
     @contextlib.contextmanager
-    def count(self, what: str) -> Iterator[None]:
+    def count(self, what):
         self.compiled += what == COMPILING
         yield
 
 
-def decode(folder: Path, model: Transformer, **options: object) -> tuple[list[int], int]:
+def decode(folder, model, **options):
     """The tokens of a new engine, and how many programs it compiled."""
     engine = small_engine(model, [GREEDY], store=ProgramStore(folder), **options)
     counting = Counting(engine)
@@ -54,18 +49,14 @@ def decode(folder: Path, model: Transformer, **options: object) -> tuple[list[in
     return result.token_ids, counting.compiled
 
 
-def test_a_second_engine_loads_what_the_first_compiled(
-    tmp_path: Path, tiny_model: Transformer
-) -> None:
+def test_a_second_engine_loads_what_the_first_compiled(tmp_path, tiny_model):
     tokens, compiled = decode(tmp_path, tiny_model)
     assert compiled == 2  # a burst, and sequences that enter
     assert decode(tmp_path, tiny_model) == (tokens, 0)
 
 
 @pytest.mark.full
-def test_other_weights_take_the_same_programs_and_other_shapes_do_not(
-    tmp_path: Path, tiny_model: Transformer
-) -> None:
+def test_other_weights_take_the_same_programs_and_other_shapes_do_not(tmp_path, tiny_model):
     expected, _ = decode(tmp_path / "a", tiny_model)
     other = Transformer(TINY, rngs=nnx.Rngs(9))
     alone, _ = decode(tmp_path / "b", other)
@@ -81,7 +72,7 @@ def test_other_weights_take_the_same_programs_and_other_shapes_do_not(
 
 
 @pytest.mark.full
-def test_a_program_for_a_mesh_is_loaded_onto_it(tmp_path: Path, tiny_model: Transformer) -> None:
+def test_a_program_for_a_mesh_is_loaded_onto_it(tmp_path, tiny_model):
     mesh = make_mesh({"data": 2}, jax.devices()[2:4])
     graph, parameters = nnx.split(tiny_model)
     shardings = tree_shardings(mesh, parameters)
@@ -95,9 +86,7 @@ def test_a_program_for_a_mesh_is_loaded_onto_it(tmp_path: Path, tiny_model: Tran
 @pytest.mark.parametrize(
     "damage", ["cut", *(pytest.param(x, marks=pytest.mark.full) for x in ("other", "empty"))]
 )
-def test_a_damaged_program_is_compiled_again(
-    tmp_path: Path, tiny_model: Transformer, damage: str
-) -> None:
+def test_a_damaged_program_is_compiled_again(tmp_path, tiny_model, damage):
     tokens, _ = decode(tmp_path, tiny_model)
     for path in tmp_path.iterdir():
         content = path.read_bytes()
@@ -107,18 +96,14 @@ def test_a_damaged_program_is_compiled_again(
 
 
 @pytest.mark.full
-def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
-    tmp_path: Path, tiny_model: Transformer
-) -> None:
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, tiny_model):
     tokens, _ = decode(tmp_path / "programs", tiny_model)
     (tmp_path / "file").write_text("no folder")
     assert decode(tmp_path / "file", tiny_model) == (tokens, 2)
 
 
 @pytest.mark.full
-def test_what_was_not_used_for_longest_leaves_first(
-    tmp_path: Path, tiny_model: Transformer
-) -> None:
+def test_what_was_not_used_for_longest_leaves_first(tmp_path, tiny_model):
     decode(tmp_path, tiny_model)
     sizes = {path: path.stat().st_size for path in tmp_path.iterdir()}
     largest = max(sizes, key=lambda path: sizes[path])
@@ -132,9 +117,7 @@ def test_what_was_not_used_for_longest_leaves_first(
     assert max(path.stat().st_size for path in left) > limit // 2, "the newest burst stays"
 
 
-def test_what_forwards_cost_is_measured_once(
-    tmp_path: Path, tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_forwards_cost_is_measured_once(tmp_path, tiny_model, monkeypatch):
     measured = []
     measure = probe.measured
     monkeypatch.setattr(probe, "measured", lambda device: measured.append(1) or measure(device))

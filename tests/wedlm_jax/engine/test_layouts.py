@@ -1,9 +1,6 @@
 """Parameters that the compiler lays out: the same tokens, from every program of an engine."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
 import pytest
@@ -12,8 +9,6 @@ from jax.experimental.layout import Format, Layout
 
 from tests.examples.decode import Case, run, small_engine
 from wedlm_jax.engine import engine as engine_module
-from wedlm_jax.engine.engine import Engine
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 CASES = [
@@ -23,11 +18,11 @@ CASES = [
 
 
 @pytest.fixture
-def laid_out_engine(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def laid_out_engine(tiny_model, monkeypatch):
     """An engine whose compiler chooses layouts, as on TPUs."""
     planned = engine_module.plan_engine
 
-    def plan(*args: Any, **kwargs: Any) -> Any:
+    def plan(*args, **kwargs):
         settings, memory = planned(*args, **kwargs)
         return dataclasses.replace(settings, compiler_lays_out=True), memory
 
@@ -35,17 +30,17 @@ def laid_out_engine(tiny_model: Transformer, monkeypatch: pytest.MonkeyPatch) ->
     return small_engine(tiny_model, deterministic=True)
 
 
-def turned(x: jax.Array) -> Format:
+def turned(x):
     """A format in which the axes of ``x`` lie in reverse order in memory."""
     return Format(Layout(tuple(reversed(range(x.ndim)))), x.sharding)
 
 
-def orders(parameters: nnx.State) -> list[tuple[int, ...]]:
+def orders(parameters):
     return [x.format.layout.major_to_minor for x in jax.tree.leaves(parameters)]
 
 
 @pytest.mark.full
-def test_tokens_are_the_same_however_parameters_lie(laid_out_engine: Engine) -> None:
+def test_tokens_are_the_same_however_parameters_lie(laid_out_engine):
     expected = run(laid_out_engine, CASES)
     programs, parameters = laid_out_engine.device.programs, laid_out_engine.device.parameters
     assert programs.formats is not None

@@ -1,7 +1,5 @@
 """The engine's loop, with an engine that says each request's prompt back, a token per step."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -23,7 +21,7 @@ class Echo:
     """An engine, and its own scheduler."""
 
     def __init__(self):
-        self.running: dict[int, list] = {}
+        self.running = {}
         self.scheduler, self.steps, self.seconds = self, 0, []
         self.fails, self.gate, self.entered = False, threading.Event(), threading.Event()
         self.gate.set()

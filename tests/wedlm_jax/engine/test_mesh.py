@@ -1,14 +1,11 @@
 """Decoding on a mesh of eight devices gives the tokens of one, and the cache stays cut."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
 
 from tests.examples.decode import (
     Case,
@@ -19,10 +16,7 @@ from tests.examples.decode import (
     small_engine,
 )
 from tests.examples.training import tiny_transformer
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
-from wedlm_jax.model import Transformer
 from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
@@ -60,17 +54,17 @@ MESHES = [
 ]
 
 
-def mesh_of(sizes: dict[str, int]) -> Mesh:
+def mesh_of(sizes):
     count = int(np.prod(list(sizes.values())))
     return make_mesh(sizes, jax.devices()[:count])
 
 
-def placed(model: Transformer, mesh: Mesh) -> Transformer:
+def placed(model, mesh):
     graph, parameters = nnx.split(model)
     return nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
 
 
-def engine_of(model: Transformer, mesh: Mesh | None = None, **options: object) -> Engine:
+def engine_of(model, mesh=None, **options):
     """Two sequences a replica, so that all come and go; one size, so that little is compiled."""
     usual = {
         "window_size": 2,
@@ -84,26 +78,24 @@ def engine_of(model: Transformer, mesh: Mesh | None = None, **options: object) -
 
 
 @pytest.fixture(scope="module")
-def on_eight() -> Engine:
+def on_eight():
     mesh = mesh_of({"data": 2, "tensor": 4})
     engine = engine_of(placed(MODEL, mesh), mesh, lookup=3)
     engine.expect([dataclasses.replace(PARAMS[1], draft="lookup")])
     return engine
 
 
-def without_logprobs(results: list[Completion]) -> list[Completion]:
+def without_logprobs(results):
     return [dataclasses.replace(result, logprobs=None) for result in results]
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[Completion]:
+def expected():
     return run(engine_of(MODEL), CASES)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_tokens_and_counts_equal_those_of_one_device(
-    sizes: dict[str, int], expected: list[Completion]
-) -> None:
+def test_tokens_and_counts_equal_those_of_one_device(sizes, expected):
     """Each replica takes over what its own sequences hold."""
     mesh = mesh_of(sizes)
     # A fresh engine: what is cached is counted. Of one mesh, all share what is compiled.
@@ -124,7 +116,7 @@ def test_tokens_and_counts_equal_those_of_one_device(
     engine.scheduler.check_accounts()
 
 
-def test_each_device_holds_its_own_part_of_the_cache(on_eight: Engine) -> None:
+def test_each_device_holds_its_own_part_of_the_cache(on_eight):
     run(on_eight, CASES[:3])
     pages = on_eight.device._pages
     total, size, heads, width = pages.shape
@@ -139,14 +131,14 @@ def test_each_device_holds_its_own_part_of_the_cache(on_eight: Engine) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}], ids=str)
-def test_rounded_weights_and_caches_on_a_mesh(sizes: dict[str, int]) -> None:
+def test_rounded_weights_and_caches_on_a_mesh(sizes):
     rounded = engine_of(quantize_weights(MODEL), kv_cache_dtype="int8")
     mesh = mesh_of(sizes)
     on_mesh = engine_of(quantize_weights(placed(MODEL, mesh)), mesh, kv_cache_dtype="int8")
     assert without_logprobs(run(on_mesh, CASES)) == without_logprobs(run(rounded, CASES))
 
 
-def test_verified_equals_autoregressive_on_a_mesh(on_eight: Engine) -> None:
+def test_verified_equals_autoregressive_on_a_mesh(on_eight):
     drafting = [
         in_mode(case, "verified", draft_budget=50.0, draft=("masks", "lookup")[i % 2])
         for i, case in enumerate(CASES)
@@ -157,9 +149,7 @@ def test_verified_equals_autoregressive_on_a_mesh(on_eight: Engine) -> None:
     assert sum(result.drafts.lookup for result in results) > 0
 
 
-def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(
-    on_eight: Engine,
-) -> None:
+def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(on_eight):
     """Replicas run at the same time: a forward takes as long on two as on one."""
     params = SamplingParams(mode="ar", max_tokens=6, ignore_eos=True)
     lengths = (6, 3)
@@ -181,7 +171,7 @@ def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(
 
 
 @pytest.mark.full
-def test_a_burst_ends_once_each_replica_has_finished_its_share() -> None:
+def test_a_burst_ends_once_each_replica_has_finished_its_share():
     """A quarter of its own sequences, not as many as a quarter of all, which is all of its own."""
     mesh = mesh_of({"data": 4})
     engine = engine_of(placed(MODEL, mesh), mesh, window_size=0)

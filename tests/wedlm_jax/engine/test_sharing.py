@@ -1,11 +1,7 @@
 """Sequences that come and go, share prefixes and run out of pages: a request gets the tokens it
 gets alone."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,11 +18,8 @@ from tests.examples.decode import (
     say_the_same,
     small_engine,
 )
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.engine.scheduling import admission
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
@@ -35,31 +28,31 @@ DRAWN = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in MODES]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def short_prefixes_are_waited_for() -> Iterator[None]:
+def short_prefixes_are_waited_for():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "SHORTEST_REUSE", 4)
         yield
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Transformer) -> Engine:
+def engine(tiny_model):
     """Two sequences at a time."""
     return small_engine(tiny_model, DRAWN, max_batch_size=2, deterministic=True)
 
 
 @pytest.fixture(scope="module")
-def short_engine(tiny_model: Transformer) -> Engine:
+def short_engine(tiny_model):
     """Four at a time, and pages for hardly more than one of full length."""
     return small_engine(tiny_model, DRAWN, num_pages=20, deterministic=True)
 
 
-def fresh(engine: Engine) -> Engine:
+def fresh(engine):
     """Forgets what is cached, and counts from zero."""
     engine.scheduler = engine._new_scheduler()
     return engine
 
 
-def drafting(case: Case, mode: str) -> Case:
+def drafting(case, mode):
     return in_mode(case, mode, draft_budget=4.0)
 
 
@@ -67,7 +60,7 @@ some_cases = st.builds(drafting, cases(), st.sampled_from(MODES))
 
 
 @st.composite
-def with_headers(draw: st.DrawFn) -> list[Case]:
+def with_headers(draw):
     """Requests that begin with the whole or a part of one header, or with none."""
     header = draw(st.lists(st.integers(0, 23), min_size=12, max_size=16))
     requests = []
@@ -79,7 +72,7 @@ def with_headers(draw: st.DrawFn) -> list[Case]:
 
 
 @given(requests=with_headers())
-def test_shared_prefixes_change_no_token(engine: Engine, requests: list[Case]) -> None:
+def test_shared_prefixes_change_no_token(engine, requests):
     alone = [run(fresh(engine), [case])[0] for case in requests]
     together = run(fresh(engine), requests)
     assert together == alone
@@ -93,11 +86,9 @@ def test_shared_prefixes_change_no_token(engine: Engine, requests: list[Case]) -
     requests=st.lists(some_cases, min_size=1, max_size=8),
     gaps=st.lists(st.integers(0, 3), min_size=1, max_size=5),
 )
-def test_whenever_it_comes_a_request_gets_what_it_gets_alone(
-    engine: Engine, requests: list[Case], gaps: list[int]
-) -> None:
+def test_whenever_it_comes_a_request_gets_what_it_gets_alone(engine, requests, gaps):
     alone = [run(engine, [case])[0] for case in requests]
-    results: dict[int, Completion] = {}
+    results = {}
     waiting, turn = requests_of(requests), 0
     while waiting or engine.has_work:
         now, waiting = waiting[:1], waiting[1:]
@@ -111,9 +102,7 @@ def test_whenever_it_comes_a_request_gets_what_it_gets_alone(
 
 
 @given(requests=with_headers())
-def test_who_is_put_back_goes_on_with_the_same_tokens(
-    engine: Engine, short_engine: Engine, requests: list[Case]
-) -> None:
+def test_who_is_put_back_goes_on_with_the_same_tokens(engine, short_engine, requests):
     alone = [run(engine, [case])[0] for case in requests]
     for case, ours, theirs in zip(requests, run(short_engine, requests), alone, strict=True):
         assert say_the_same(ours, theirs)
@@ -124,9 +113,7 @@ def test_who_is_put_back_goes_on_with_the_same_tokens(
 
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
-def test_the_youngest_is_put_back_where_pages_run_out(
-    engine: Engine, short_engine: Engine, mode: str
-) -> None:
+def test_the_youngest_is_put_back_where_pages_run_out(engine, short_engine, mode):
     params = SamplingParams(
         mode=mode, max_tokens=20, entropy_threshold=1.6, ignore_eos=True, logprobs=2
     )
@@ -143,7 +130,7 @@ def test_the_youngest_is_put_back_where_pages_run_out(
             assert ours.forwards_at == theirs.forwards_at
 
 
-def test_a_shared_prefix_is_computed_once(engine: Engine) -> None:
+def test_a_shared_prefix_is_computed_once(engine):
     header = tuple(range(2, 18))
     results = run(fresh(engine), [Case((*header, i + 2), PLAIN, 4) for i in range(8)])
     counters = engine.counters
@@ -153,7 +140,7 @@ def test_a_shared_prefix_is_computed_once(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_equal_prompts_share_their_whole_pages(engine: Engine, mode: str) -> None:
+def test_equal_prompts_share_their_whole_pages(engine, mode):
     """Pages of four: of nine tokens, eight are taken over, for every mode."""
     case = Case((3, 4, 5, 6, 7, 8, 9, 2, 2), dataclasses.replace(PLAIN, mode=mode), 4)
     alone = run(fresh(engine), [case])[0]
@@ -164,7 +151,7 @@ def test_equal_prompts_share_their_whole_pages(engine: Engine, mode: str) -> Non
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_never_all_of_a_prompt_is_taken_over(engine: Engine, mode: str) -> None:
+def test_never_all_of_a_prompt_is_taken_over(engine, mode):
     """Its last token says the first of the completion, even where every page is known."""
     params = dataclasses.replace(PLAIN, mode=mode)
     long, short = (3, 4, 5, 6, 7, 8, 9, 2, 2, 5, 6, 7), (3, 4, 5, 6, 7, 8, 9, 2)
@@ -173,7 +160,7 @@ def test_never_all_of_a_prompt_is_taken_over(engine: Engine, mode: str) -> None:
     assert [run(engine, [case])[0] for case in requests] == alone
 
 
-def test_the_second_turn_of_a_conversation_finds_the_first(engine: Engine) -> None:
+def test_the_second_turn_of_a_conversation_finds_the_first(engine):
     first = Case((3, 9, 4, 7, 5), dataclasses.replace(PLAIN, ignore_eos=True), 4)
     (answer,) = run(fresh(engine), [first])
     prompt = (*first.prompt, *answer.token_ids, 8, 8)
@@ -185,7 +172,7 @@ def test_the_second_turn_of_a_conversation_finds_the_first(engine: Engine) -> No
     assert as_if_first(warm) == cold
 
 
-def test_samples_share_their_prompt(engine: Engine) -> None:
+def test_samples_share_their_prompt(engine):
     params = dataclasses.replace(PLAIN, temperature=1.0)
     prompt = tuple(range(2, 19))
     batch = [Case(prompt, dataclasses.replace(params, seed=i), 4) for i in range(5)]
@@ -194,7 +181,7 @@ def test_samples_share_their_prompt(engine: Engine) -> None:
     assert len({tuple(result.token_ids) for result in results}) > 1
 
 
-def test_no_more_sequences_than_were_asked_for_and_pages_hold_tokens(engine: Engine) -> None:
+def test_no_more_sequences_than_were_asked_for_and_pages_hold_tokens(engine):
     waiting = requests_of([Case((3 + i, 9), PLAIN, 4) for i in range(7)])
     seen = []
     while waiting or engine.has_work:
@@ -205,7 +192,7 @@ def test_no_more_sequences_than_were_asked_for_and_pages_hold_tokens(engine: Eng
 
 
 @pytest.fixture(scope="module")
-def logprobs_engine(tiny_model: Transformer) -> Engine:
+def logprobs_engine(tiny_model):
     """Two at a time, and pages for hardly more than one; a program with log-probabilities and one
     without."""
     expected = [SamplingParams(mode=mode) for mode in ("paper", "verified")]
@@ -218,23 +205,23 @@ def logprobs_engine(tiny_model: Transformer) -> Engine:
     [(9, 1, None), (None, 1, 9), (1, None, None), (None, None, 1), (9, 1, 9)],
 )
 def test_who_is_put_back_goes_on_in_a_program_of_other_log_probabilities(
-    logprobs_engine: Engine, mode: str, before: int | None, own: int | None, later: int | None
-) -> None:
+    logprobs_engine, mode, before, own, later
+):
     """Programs have log-probabilities only while someone asks for them."""
     engine = fresh(logprobs_engine)
     usual = SamplingParams(
         mode=mode, max_tokens=36, ignore_eos=True, entropy_threshold=1.6, draft_budget=4.0
     )
 
-    def request(number: int, logprobs: int | None, **changes: Any) -> Request:
+    def request(number, logprobs, **changes):
         params = dataclasses.replace(usual, logprobs=logprobs, **changes)
         return Request(number, (3 + number, 9, 4), params)
 
     first, second, third = request(0, before), request(1, own), request(2, later, max_tokens=2)
     expected = [engine.decode([one])[0] for one in (first, second, third)]
     engine = fresh(engine)
-    results: dict[int, Completion] = {}
-    room: set[bool] = set()
+    results = {}
+    room = set()
     submitted, waiting = [first, second], [third]
     while submitted or engine.has_work:
         for event in engine.step(submitted, max_forwards=2):

@@ -1,7 +1,5 @@
 """Traced requests: the same tokens, and forwards that explain one another."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import defaultdict
 
@@ -9,22 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples.decode import BATCH, Case, cases, in_mode, requests_of
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.interface import Event, Finished, Request, Traced, WindowForward
+from tests.examples.decode import BATCH, cases, in_mode, requests_of
+from wedlm_jax.engine.interface import Finished, Request, Traced
 from wedlm_jax.params import SamplingParams
 
 MODES = st.sampled_from(["paper", "verified", "ar"])
 
 
-def decode_traced(
-    engine: Engine, requests: list[Request]
-) -> tuple[dict[int, Completion], dict[int, list[Traced]]]:
+def decode_traced(engine, requests):
     """Results and forwards of requests, by their number."""
-    results: dict[int, Completion] = {}
-    forwards: dict[int, list[Traced]] = defaultdict(list)
-    events: list[Event] = engine.step(requests)
+    results = {}
+    forwards = defaultdict(list)
+    events = engine.step(requests)
     while True:
         for event in events:
             if isinstance(event, Traced):
@@ -39,7 +33,7 @@ def decode_traced(
 @pytest.mark.full
 @settings(max_examples=4)
 @given(st.lists(st.tuples(cases(), MODES), min_size=BATCH, max_size=BATCH))
-def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Case, str]]) -> None:
+def test_a_trace_explains_itself(one_size_engine, batch):
     cases = [in_mode(case, mode) for case, mode in batch]
     plain = one_size_engine.decode(requests_of(cases))
     requests = [dataclasses.replace(one, traced=True) for one in requests_of(cases)]
@@ -69,7 +63,7 @@ def test_a_trace_explains_itself(one_size_engine: Engine, batch: list[tuple[Case
                 assert (seen.start, seen.held) == following
 
 
-def check_paper(one: Traced, request: Request, length: int) -> tuple[int, list[int | None]]:
+def check_paper(one, request, length):
     """Checks what a forward committed and filled; returns the next window."""
     forward, params = one.forward, request.params
     assert forward.start == length
@@ -89,9 +83,7 @@ def check_paper(one: Traced, request: Request, length: int) -> tuple[int, list[i
     return _following(forward, run, request.window or 0)
 
 
-def check_anchored(
-    one: Traced, request: Request, window: int, length: int
-) -> tuple[int, list[int | None]]:
+def check_anchored(one, request, window, length):
     """The same where rows choose: drafts are committed up to the first that is wrong."""
     forward, budget = one.forward, request.params.draft_budget
     assert forward.start == length - 1
@@ -114,13 +106,11 @@ def check_anchored(
     return _following(forward, run, window, front=one.committed[-1])
 
 
-def leading_run(filled: list[bool]) -> int:
+def leading_run(filled):
     return filled.index(False) if False in filled else len(filled)
 
 
-def _following(
-    forward: WindowForward, run: int, window: int, front: int | None = None
-) -> tuple[int, list[int | None]]:
+def _following(forward, run, window, front=None):
     """The window that the next forward must see: slots behind the run, with what was filled and
     without what was rejected, W masks at its end open."""
     pairs = zip(forward.held, forward.drafted, strict=True)
@@ -134,7 +124,7 @@ def _following(
 
 
 @pytest.mark.full
-def test_what_is_not_traced_is_told_as_before(one_size_engine: Engine) -> None:
+def test_what_is_not_traced_is_told_as_before(one_size_engine):
     """A traced request beside it neither adds events to another, nor changes its tokens."""
     params = SamplingParams(mode="verified", max_tokens=12, seed=1)
     plain, watched = Request(0, [3, 4, 5], params), Request(1, [6, 7], params, traced=True)
@@ -144,9 +134,7 @@ def test_what_is_not_traced_is_told_as_before(one_size_engine: Engine) -> None:
     assert list(forwards) == [1]
 
 
-def test_a_preempted_or_aborted_sequence_leaves_no_trace_to_the_next(
-    one_size_engine: Engine,
-) -> None:
+def test_a_preempted_or_aborted_sequence_leaves_no_trace_to_the_next(one_size_engine):
     params = SamplingParams(mode="verified", max_tokens=16, seed=1, ignore_eos=True)
     one_size_engine.step([Request(0, [3, 4, 5], params, traced=True)])
     events = one_size_engine.step([Request(1, [6, 7], params)], [0])

@@ -1,11 +1,8 @@
 """JSON schemas and regular expressions over the embedded model's tokens."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,18 +23,18 @@ VOCAB = 1790 + 70
 
 
 @pytest.fixture(scope="module")
-def codec() -> TextCodec:
+def codec():
     codec = TextCodec.load(EMBEDDED_MODEL)
     assert codec is not None
     return codec
 
 
 @pytest.fixture(scope="module")
-def grammars(codec: TextCodec) -> TokenizerGrammars:
+def grammars(codec):
     return TokenizerGrammars(codec.tokenizer, VOCAB, ENDS)
 
 
-def allowed(grammars: TokenizerGrammars, matcher: Any, drafts: list[int]) -> list[np.ndarray]:
+def allowed(grammars, matcher, drafts):
     """The tokens allowed behind the text, and behind each of the drafts."""
     masks = np.zeros((len(drafts) + 3, -(-VOCAB // 32)), np.uint32)
     grammars.fill([(matcher, 1, drafts)], masks)
@@ -47,7 +44,7 @@ def allowed(grammars: TokenizerGrammars, matcher: Any, drafts: list[int]) -> lis
     return [np.flatnonzero(row) for row in bits]
 
 
-def wander(grammars: TokenizerGrammars, codec: TextCodec, params: SamplingParams, seed: int) -> str:
+def wander(grammars, codec, params, seed):
     """A text of tokens chosen blindly among those that are allowed."""
     rng, matcher, ids = np.random.default_rng(seed), grammars.matcher(params), list[int]()
     for _ in range(2000):
@@ -66,26 +63,20 @@ def wander(grammars: TokenizerGrammars, codec: TextCodec, params: SamplingParams
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_whatever_is_chosen_fits_the_schema(
-    grammars: TokenizerGrammars, codec: TextCodec, seed: int
-) -> None:
+def test_whatever_is_chosen_fits_the_schema(grammars, codec, seed):
     schema = random_schema(np.random.default_rng(seed))
     text = wander(grammars, codec, SamplingParams(json_schema=schema), seed)
     assert fits(text, schema), (schema, text)
 
 
 @pytest.mark.parametrize("regex", ["(ab|cd)+e \\d{2,5}", "é{2,4}z?", "", "[^x]{3}", "a.c"])
-def test_whatever_is_chosen_matches_the_expression(
-    grammars: TokenizerGrammars, codec: TextCodec, regex: str
-) -> None:
+def test_whatever_is_chosen_matches_the_expression(grammars, codec, regex):
     for seed in range(5):
         text = wander(grammars, codec, SamplingParams(regex=regex), seed)
         assert re.fullmatch(regex, text)
 
 
-def test_behind_drafts_stands_what_stands_there_step_by_step(
-    grammars: TokenizerGrammars, codec: TextCodec
-) -> None:
+def test_behind_drafts_stands_what_stands_there_step_by_step(grammars, codec):
     params = SamplingParams(json_schema={"type": "object", "required": ["a"]})
     drafts = codec.encode('{"a": [1, "x"]}')
     matcher, alone = grammars.matcher(params), grammars.matcher(params)
@@ -104,15 +95,13 @@ def test_behind_drafts_stands_what_stands_there_step_by_step(
     "text",
     ['{"a": 1, "b": "x"}', '{"a":1,"b":"x"}', json.dumps({"a": 1, "b": "x"}, indent=4)],
 )
-def test_json_may_be_written_as_it_usually_is(
-    grammars: TokenizerGrammars, codec: TextCodec, text: str
-) -> None:
+def test_json_may_be_written_as_it_usually_is(grammars, codec, text):
     matcher = grammars.matcher(SamplingParams(json_schema={"type": "object"}))
     assert matcher.consume_tokens(codec.encode(text))
     assert matcher.is_accepting()
 
 
-def test_spaces_come_to_an_end(grammars: TokenizerGrammars, codec: TextCodec) -> None:
+def test_spaces_come_to_an_end(grammars, codec):
     matcher = grammars.matcher(SamplingParams(json_schema={"type": "object"}))
     assert not matcher.consume_tokens(codec.encode('{  "a": 1'))
 
@@ -132,31 +121,29 @@ def test_spaces_come_to_an_end(grammars: TokenizerGrammars, codec: TextCodec) ->
         ({"json_schema": {"minimum": 5, "maximum": 3, "type": "integer"}}, "json_schema: Unsatis"),
     ],
 )
-def test_what_cannot_be_followed_is_told_in_a_sentence(
-    grammars: TokenizerGrammars, params: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_followed_is_told_in_a_sentence(grammars, params, message):
     with pytest.raises(InputError) as refused:
         grammars.check(SamplingParams(**params))
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
 
 
-def test_deep_schemas_are_told_too(grammars: TokenizerGrammars) -> None:
-    schema: dict[str, Any] = {}
+def test_deep_schemas_are_told_too(grammars):
+    schema = {}
     for _ in range(300):
         schema = {"type": "array", "items": schema}
     with pytest.raises(InputError, match=r"^json_schema: "):
         grammars.check(SamplingParams(json_schema=schema))
 
 
-def test_a_tokenizer_that_does_not_fit_is_told(codec: TextCodec) -> None:
+def test_a_tokenizer_that_does_not_fit_is_told(codec):
     with pytest.raises(InputError, match=r"^regex: vocab size too small; 1000 vs 1790"):
         TokenizerGrammars(codec.tokenizer, 1000, ENDS).check(SamplingParams(regex="a"))
     with pytest.raises(InputError, match=r"^regex: this model has no end of text"):
         TokenizerGrammars(codec.tokenizer, VOCAB, ()).check(SamplingParams(regex="a"))
 
 
-def test_without_the_library_its_name_is_told(codec: TextCodec) -> None:
+def test_without_the_library_its_name_is_told(codec):
     grammars = TokenizerGrammars(codec.tokenizer, VOCAB, ENDS)
     grammars.check(SamplingParams())
     with (

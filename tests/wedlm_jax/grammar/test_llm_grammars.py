@@ -1,18 +1,13 @@
 """Texts under schemas and expressions, from a model that knows nothing."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.examples.schemas import fits, random_schema
 from tests.examples.tiny_checkpoint import TEXTS, write_tiny_checkpoint
-from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -21,7 +16,7 @@ LONGEST = 900
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(tmp_path_factory):
     """Of random weights, with room for long answers."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
     config = json.loads((folder / "config.json").read_text())
@@ -36,7 +31,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return llm
 
 
-def in_both_modes(llm: LLM, params: list[SamplingParams]) -> list[Completion]:
+def in_both_modes(llm, params):
     """Decodes in mode "verified", and holds the tokens against those of "ar"."""
     prompts = [f"{TEXTS[i % len(TEXTS)]} {i}" for i in range(len(params))]
     ours = llm.generate(prompts, params)
@@ -48,11 +43,11 @@ def in_both_modes(llm: LLM, params: list[SamplingParams]) -> list[Completion]:
     return ours
 
 
-def _fields(params: SamplingParams) -> dict[str, Any]:
+def _fields(params):
     return dict(vars(params))
 
 
-def assert_all_fit(llm: LLM, count: int) -> None:
+def assert_all_fit(llm, count):
     schemas = [random_schema(np.random.default_rng(seed)) for seed in range(count)]
     params = [
         SamplingParams(
@@ -71,17 +66,17 @@ def assert_all_fit(llm: LLM, count: int) -> None:
 
 
 @pytest.mark.full
-def test_random_schemas_are_followed(llm: LLM) -> None:
+def test_random_schemas_are_followed(llm):
     assert_all_fit(llm, 24)
 
 
 @pytest.mark.full
-def test_five_hundred_random_schemas_are_followed(llm: LLM) -> None:
+def test_five_hundred_random_schemas_are_followed(llm):
     assert_all_fit(llm, 500)
 
 
-def test_schemas_expressions_and_neither_side_by_side(llm: LLM) -> None:
-    schema: Any = {"type": "array", "items": {"enum": ["one", 2]}, "minItems": 3, "maxItems": 3}
+def test_schemas_expressions_and_neither_side_by_side(llm):
+    schema = {"type": "array", "items": {"enum": ["one", 2]}, "minItems": 3, "maxItems": 3}
     regex = "(cat|dog) [0-9]{4}(, é{1,3}){2}"
     params = [
         SamplingParams(max_tokens=60, json_schema=schema, temperature=1.0),
@@ -99,7 +94,7 @@ def test_schemas_expressions_and_neither_side_by_side(llm: LLM) -> None:
     assert drawn.token_ids == llm.generate(TEXTS[3], params[3])[0].token_ids
 
 
-def test_a_stream_is_what_generate_says(llm: LLM) -> None:
+def test_a_stream_is_what_generate_says(llm):
     params = SamplingParams(max_tokens=60, regex="[0-9]{3}( cat){2}", temperature=1.0, seed=5)
     (expected,) = llm.generate("the cat", params)
     chunks = list(llm.stream("the cat", params))
@@ -107,9 +102,7 @@ def test_a_stream_is_what_generate_says(llm: LLM) -> None:
     assert re.fullmatch("[0-9]{3}( cat){2}", expected.text or "")
 
 
-def test_what_cannot_be_followed_is_told_before_anything_is_decoded(
-    llm: LLM, tmp_path: Path
-) -> None:
+def test_what_cannot_be_followed_is_told_before_anything_is_decoded(llm, tmp_path):
     params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, regex="[a")]
     with pytest.raises(InputError, match=r"^prompt 1: regex: unclosed character class"):
         llm.generate(["a", "b"], params)

@@ -1,7 +1,5 @@
 """A refused command: its usage and one sentence on standard error, and status 2."""
 
-from __future__ import annotations
-
 import pytest
 
 from wedlm_jax.host.command_line import CommandParser
@@ -26,9 +24,7 @@ from wedlm_jax.host.command_line import CommandParser
         (["--temperature", "hot"], "argument --temperature: invalid float value: 'hot'\n"),
     ],
 )
-def test_a_refusal_names_the_nearest_options(
-    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_refusal_names_the_nearest_options(given, said, capsys):
     parser = CommandParser(prog="wedlm generate")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--max-tokens", type=int)

@@ -1,10 +1,5 @@
 """Where compiled programs are kept between commands."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -13,19 +8,17 @@ from wedlm_jax.host.compiled_cache import keep_compiled, program_folder
 
 
 @pytest.fixture(autouse=True)
-def _no_cache() -> Iterator[None]:
+def _no_cache():
     with without_jax_cache():
         yield
 
 
-def test_programs_are_kept_where_the_user_s_caches_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_programs_are_kept_where_the_user_s_caches_are(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert program_folder() == tmp_path / "wedlm-jax" / "programs"
 
 
-def test_nothing_is_kept_twice_or_against_the_user_s_will(tmp_path: Path) -> None:
+def test_nothing_is_kept_twice_or_against_the_user_s_will(tmp_path):
     jax.config.update("jax_enable_compilation_cache", False)
     assert program_folder() is None
     jax.config.update("jax_enable_compilation_cache", True)

@@ -1,7 +1,5 @@
 """What a command's exit status says, by the kind of its end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
@@ -19,7 +17,7 @@ from wedlm_jax.errors import (
 from wedlm_jax.host.command_line import run_command
 
 
-def failing(error: BaseException) -> int:
+def failing(error):
     raise error
 
 
@@ -35,27 +33,25 @@ def failing(error: BaseException) -> int:
         (KeyboardInterrupt(), 130, "it: interrupted\n"),
     ],
 )
-def test_each_kind_of_end_has_its_status(
-    error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_kind_of_end_has_its_status(error, status, said, capsys):
     assert run_command("it", lambda: failing(error)) == status
     assert status in EXIT_STATUS
     assert capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "none", "a")])
-def test_a_fault_of_the_program_shows_where(error: Exception) -> None:
+def test_a_fault_of_the_program_shows_where(error):
     with pytest.raises(type(error)):
         run_command("it", lambda: failing(error))
 
 
-def test_signals_have_their_usual_numbers() -> None:
+def test_signals_have_their_usual_numbers():
     signals = [status - 128 for status in EXIT_STATUS if status > 128]
     assert signals == [signal.SIGINT, signal.SIGPIPE, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", sorted(errno.errorcode))
-def test_a_file_systems_refusal_passes_unless_the_caller_is_wrong(number: int) -> None:
+def test_a_file_systems_refusal_passes_unless_the_caller_is_wrong(number):
     error = file_error("a/b", "cannot be written", OSError(number, os.strerror(number)))
     expected = InputError if number in CALLER_ERRORS else StorageFailure
     assert type(error) is expected

@@ -1,15 +1,10 @@
 """What a command says besides: whole lines of nothing but the sentence, above a progress bar."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from tests.infer.chat.terminal import Terminal
 from wedlm_jax.host import notices
@@ -23,16 +18,14 @@ notice("of %s", "ours")
 """
 
 
-def test_a_notice_is_its_sentence_alone_whatever_libraries_do_to_logging() -> None:
+def test_a_notice_is_its_sentence_alone_whatever_libraries_do_to_logging():
     done = subprocess.run(
         [sys.executable, "-c", AFTER_A_LIBRARY], capture_output=True, text=True, check=True
     )
     assert done.stderr.splitlines() == ["WARNING:absl:of absl", "of ours"]
 
 
-def test_an_application_may_take_notices_itself(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_application_may_take_notices_itself(monkeypatch, caplog):
     logger = logging.getLogger("wedlm")
     monkeypatch.setattr(logger, "handlers", [logging.NullHandler()])
     monkeypatch.setattr(logger, "propagate", True)
@@ -59,7 +52,7 @@ print("over")
 """
 
 
-def test_what_is_said_stands_above_a_bar_in_lines_of_its_own(tmp_path: Path) -> None:
+def test_what_is_said_stands_above_a_bar_in_lines_of_its_own(tmp_path):
     with contextlib.closing(Terminal(["-c", WITH_A_BAR], tmp_path)) as terminal:
         seen = terminal.wait_for("over\r\n")
     lines = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line) for line in re.split(r"[\r\n]+", seen)]
@@ -71,7 +64,7 @@ def test_what_is_said_stands_above_a_bar_in_lines_of_its_own(tmp_path: Path) -> 
     assert any("2 of 3 records" in line for line in lines)
 
 
-def test_what_goes_into_a_file_stays_out_of_a_bars_terminal(tmp_path: Path) -> None:
+def test_what_goes_into_a_file_stays_out_of_a_bars_terminal(tmp_path):
     out = tmp_path / "out"
     into_file = f"import sys; sys.stdout = open({str(out)!r}, 'w')\n{WITH_A_BAR}"
     with contextlib.closing(Terminal(["-c", into_file], tmp_path)) as terminal:

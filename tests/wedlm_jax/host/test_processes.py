@@ -1,8 +1,6 @@
 """Which of how many processes this is. What they do together: `checkpoint/test_hf_mesh.py`, and
 `tests/train/test_distributed.py` with real ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from wedlm_jax.errors import InputError
@@ -23,9 +21,7 @@ from wedlm_jax.host.processes import ALONE, Host, Processes, find_host
         ("auto", None, {"TPU_WORKER_HOSTNAMES": "localhost"}, Host()),
     ],
 )
-def test_which_host_this_is(
-    count: str | None, index: int | None, environment: dict[str, str], expected: Host
-) -> None:
+def test_which_host_this_is(count, index, environment, expected):
     assert find_host(count, index, environment) == expected
 
 
@@ -41,18 +37,18 @@ def test_which_host_this_is(
         ("auto", 0, "--num-hosts auto: none of JAX_NUM_PROCESSES, TPU_WORKER_HOSTNAMES, SLURM_NT"),
     ],
 )
-def test_numbers_that_do_not_fit(count: str | None, index: int | None, message: str) -> None:
+def test_numbers_that_do_not_fit(count, index, message):
     with pytest.raises(InputError, match=r".*") as refused:
         find_host(count, index, {})
     assert str(refused.value).startswith(message)
 
 
-def test_messages_name_the_flags_of_the_command() -> None:
+def test_messages_name_the_flags_of_the_command():
     with pytest.raises(InputError, match=r"^--process-id: expected 0 to 1, not 2$"):
         find_host("2", 2, {}, flags=("--num-processes", "--process-id"))
 
 
-def test_one_process_agrees_with_itself() -> None:
+def test_one_process_agrees_with_itself():
     assert Processes(0, 1) == ALONE
     assert isinstance(ALONE, Host)
     assert (ALONE.all_true(True), ALONE.all_true(False)) == (True, False)

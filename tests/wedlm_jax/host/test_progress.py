@@ -1,7 +1,5 @@
 """The bar of all commands: what it says in a terminal, and where there is none."""
 
-from __future__ import annotations
-
 import io
 import re
 import time
@@ -14,17 +12,17 @@ from wedlm_jax.host.progress import COMPILING, MEASURING, BusyNotice, ProgressBa
 
 
 @pytest.fixture
-def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def now(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("wedlm_jax.host.progress.time.monotonic", lambda: now[0])
     return now
 
 
-def plain() -> Console:
+def plain():
     return Console(file=io.StringIO(), width=40, force_terminal=False)
 
 
-def said(console: Console) -> str:
+def said(console):
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -39,11 +37,11 @@ def said(console: Console) -> str:
         (3723, "1:02:03"),
     ],
 )
-def test_clock(seconds: float, shown: str) -> None:
+def test_clock(seconds, shown):
     assert clock(seconds) == shown
 
 
-def test_rate_and_time_left_count_what_this_bar_has_seen(now: list[float]) -> None:
+def test_rate_and_time_left_count_what_this_bar_has_seen(now):
     bar = ProgressBar("records", total=100, done=20, console=plain())
     assert bar.line() == "20 of 100 records, 0.0 records/s"
     with bar:
@@ -55,14 +53,14 @@ def test_rate_and_time_left_count_what_this_bar_has_seen(now: list[float]) -> No
     assert bar.line() == "100 of 100 records, 5.0 records/s"
 
 
-def test_a_total_may_come_later_and_a_share_be_shown() -> None:
+def test_a_total_may_come_later_and_a_share_be_shown():
     bar = ProgressBar("bytes", percent=True, console=plain())
     assert bar.line("x") == "0 bytes, x"
     bar.update(1, total=3, seconds_left=5)
     assert bar.line("x", 5) == "33.3%, x, 0:05 left"
 
 
-def test_without_a_terminal_a_line_now_and_then(now: list[float]) -> None:
+def test_without_a_terminal_a_line_now_and_then(now):
     console = plain()
     with ProgressBar("steps", total=20, console=console, every=5.0) as bar:
         for step in range(1, 13):
@@ -73,7 +71,7 @@ def test_without_a_terminal_a_line_now_and_then(now: list[float]) -> None:
     assert all("a [bold]text[/] that is far longer" in line for line in lines)
 
 
-def test_every_update_is_a_line_or_none_is(now: list[float]) -> None:
+def test_every_update_is_a_line_or_none_is(now):
     for every, count in ((0.0, 3), (None, 0)):
         console = plain()
         with ProgressBar("steps", total=3, console=console, every=every) as bar:
@@ -82,7 +80,7 @@ def test_every_update_is_a_line_or_none_is(now: list[float]) -> None:
         assert len(said(console).splitlines()) == count
 
 
-def test_in_a_terminal_a_bar_with_its_title() -> None:
+def test_in_a_terminal_a_bar_with_its_title():
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with ProgressBar("steps", total=4, title="before", console=console) as bar:
         bar.update(3, text="fast", title="after", seconds_left=7)
@@ -92,7 +90,7 @@ def test_in_a_terminal_a_bar_with_its_title() -> None:
     assert "━" in shown
 
 
-def test_what_compiles_is_told_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_compiles_is_told_with_its_time(monkeypatch):
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
     console = plain()
     with BusyNotice(Path("programs"), console)(COMPILING):
@@ -102,7 +100,7 @@ def test_what_compiles_is_told_with_its_time(monkeypatch: pytest.MonkeyPatch) ->
     assert last == "compiled a program in 0 s; kept for the next time in programs"
 
 
-def test_what_compiles_soon_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_compiles_soon_is_not_told(monkeypatch):
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 60.0)
     console = plain()
     with BusyNotice(None, console)(COMPILING):
@@ -110,7 +108,7 @@ def test_what_compiles_soon_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert said(console) == ""
 
 
-def test_what_is_measured_is_told_without_a_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_is_told_without_a_last_line(monkeypatch):
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
     console = plain()
     with BusyNotice(Path("programs"), console)(MEASURING):
@@ -118,7 +116,7 @@ def test_what_is_measured_is_told_without_a_last_line(monkeypatch: pytest.Monkey
     assert said(console) == "measuring what forwards cost, 0 s so far\n"
 
 
-def test_what_takes_long_is_told_behind_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_long_is_told_behind_the_count(monkeypatch):
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
     console = plain()
     with ProgressBar("steps", total=4, console=console) as bar, bar.saying("{:.0f} s".format):
@@ -126,7 +124,7 @@ def test_what_takes_long_is_told_behind_the_count(monkeypatch: pytest.MonkeyPatc
     assert said(console) == "0 of 4 steps, 0 s\n"
 
 
-def test_what_stood_beside_a_bar_comes_back() -> None:
+def test_what_stood_beside_a_bar_comes_back():
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with ProgressBar("steps", total=4, console=console) as bar:
         bar.update(1, text="fast", seconds_left=7)
@@ -137,8 +135,8 @@ def test_what_stood_beside_a_bar_comes_back() -> None:
     assert "2 of 4 steps, fast, 0:07 left" in shown.splitlines()[-1]
 
 
-def test_it_ticks_while_the_block_is_busy() -> None:
-    ticks: list[float] = []
+def test_it_ticks_while_the_block_is_busy():
+    ticks = []
     with ticking(ticks.append, every=0.01):
         deadline = time.monotonic() + 20
         while len(ticks) < 4 and time.monotonic() < deadline:

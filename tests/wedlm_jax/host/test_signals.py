@@ -1,14 +1,11 @@
 """Signals that come while the main thread waits for a compiler."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -25,22 +22,22 @@ exit_process(run_command("it", lambda: compiled(lambda: time.sleep(60))))
 """
 
 
-def compiling(number: signal.Signals, went_on: threading.Event) -> Callable[[], None]:
-    def work() -> None:
+def compiling(number, went_on):
+    def work():
         os.kill(os.getpid(), number)
         went_on.wait(10)
 
     return work
 
 
-def test_a_compilers_result_and_its_error_come_back() -> None:
+def test_a_compilers_result_and_its_error_come_back():
     assert compiled(lambda: threading.current_thread().name) == "compile"
     with pytest.raises(ZeroDivisionError):
         compiled(lambda: 1 / 0)
 
 
-def test_other_threads_compile_themselves() -> None:
-    names: list[str] = []
+def test_other_threads_compile_themselves():
+    names = []
     thread = threading.Thread(
         target=lambda: names.append(compiled(lambda: threading.current_thread().name)), name="mine"
     )
@@ -50,7 +47,7 @@ def test_other_threads_compile_themselves() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_noted_signal_does_not_wait_for_a_compiler(number: signal.Signals) -> None:
+def test_a_noted_signal_does_not_wait_for_a_compiler(number):
     went_on = threading.Event()
     with StopRequest(number) as stop:
         started = time.monotonic()
@@ -63,11 +60,11 @@ def test_a_noted_signal_does_not_wait_for_a_compiler(number: signal.Signals) -> 
         os.kill(os.getpid(), number)  # and elsewhere it is noted, as ever
 
 
-def test_a_signal_is_told_before_the_main_thread_handles_it() -> None:
+def test_a_signal_is_told_before_the_main_thread_handles_it():
     told, handled = threading.Event(), list[int]()
-    numbers: list[int] = []
+    numbers = []
 
-    def tell(number: int) -> None:
+    def tell(number):
         numbers.append(number)
         told.set()
 
@@ -83,8 +80,8 @@ def test_a_signal_is_told_before_the_main_thread_handles_it() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_a_signal_noted_while_a_program_was_traced_does_not_wait_for_its_compiler() -> None:
-    compiled_all_the_same: list[bool] = []
+def test_a_signal_noted_while_a_program_was_traced_does_not_wait_for_its_compiler():
+    compiled_all_the_same = []
     with StopRequest(signal.SIGTERM):
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(CompilingInterrupted) as interrupt:
@@ -94,7 +91,7 @@ def test_a_signal_noted_while_a_program_was_traced_does_not_wait_for_its_compile
     assert compiled(lambda: 1) == 1, "and it is forgotten with the block"
 
 
-def test_ctrl_c_does_not_wait_for_a_compiler() -> None:
+def test_ctrl_c_does_not_wait_for_a_compiler():
     went_on = threading.Event()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -105,7 +102,7 @@ def test_ctrl_c_does_not_wait_for_a_compiler() -> None:
         went_on.set()
 
 
-def test_a_command_does_not_end_under_a_compiler_but_with_it() -> None:
+def test_a_command_does_not_end_under_a_compiler_but_with_it():
     started = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50, check=False
@@ -114,7 +111,7 @@ def test_a_command_does_not_end_under_a_compiler_but_with_it() -> None:
     assert time.monotonic() - started < 40
 
 
-def test_nor_under_a_compiler_in_another_thread() -> None:
+def test_nor_under_a_compiler_in_another_thread():
     """As the engine's, which compiles for a main thread that waits for tokens."""
     script = """
 import sys, threading, time
@@ -138,7 +135,7 @@ exit_process(run_command("it", command))
     assert time.monotonic() - started < 40
 
 
-def test_a_command_within_a_program_returns_while_another_thread_compiles() -> None:
+def test_a_command_within_a_program_returns_while_another_thread_compiles():
     """As `main` in a program that serves a model at the same time."""
     begun, over = threading.Event(), threading.Event()
     other = threading.Thread(target=compiled, args=[lambda: (begun.set(), over.wait())])

@@ -1,7 +1,5 @@
 """What a path means, and what appears whole or not at all where there are no renames."""
 
-from __future__ import annotations
-
 import errno
 import importlib.util
 import json
@@ -27,9 +25,7 @@ from wedlm_jax.host.storage import (
 )
 
 
-def test_a_folder_is_a_folder_and_other_schemes_are_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_folder_is_a_folder_and_other_schemes_are_refused_by_name(monkeypatch):
     for name in ("runs/a", "/runs/a:b", "a b/ü", "C:x"):
         assert as_path(name) == Path(name)
         assert not is_remote(as_path(name))
@@ -41,7 +37,7 @@ def test_a_folder_is_a_folder_and_other_schemes_are_refused_by_name(
         as_path("gs://b")
 
 
-def test_a_path_in_a_bucket_keeps_both_slashes(bucket: str) -> None:
+def test_a_path_in_a_bucket_keeps_both_slashes(bucket):
     assert str(as_path(f"{bucket}/run") / "hf") == f"{bucket}/run/hf"
     # As it comes out of `pathlib`.
     assert as_path(Path(f"{bucket}/run")) == as_path(f"{bucket}/run")
@@ -49,16 +45,14 @@ def test_a_path_in_a_bucket_keeps_both_slashes(bucket: str) -> None:
         folder_of_this_machine(f"{bucket}/run", "data.sources")
 
 
-def names(folder: Path) -> dict[str, str]:
+def names(folder):
     return {path.name: path.read_text() for path in folder.iterdir()} if folder.exists() else {}
 
 
-def test_a_folder_in_a_bucket_is_replaced_whole_or_counts_for_none(
-    bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_in_a_bucket_is_replaced_whole_or_counts_for_none(bucket, monkeypatch):
     folder = as_path(f"{bucket}/replaced")
 
-    def replace(content: str, *more: str) -> None:
+    def replace(content, *more):
         with replacing(folder) as beside:
             for name in ("config.json", "a", "z", *more):
                 (beside / name).write_text(content)
@@ -72,7 +66,7 @@ def test_a_folder_in_a_bucket_is_replaced_whole_or_counts_for_none(
     copied, files = [], storage._files()
     copy = files.cp_file
 
-    def dies(source: str, destination: str) -> None:
+    def dies(source, destination):
         if len(copied) == 2:
             raise KeyboardInterrupt
         copied.append(destination)
@@ -88,7 +82,7 @@ def test_a_folder_in_a_bucket_is_replaced_whole_or_counts_for_none(
     assert not part_folder(folder).exists()
 
 
-def test_a_file_in_a_bucket_is_written_whole(bucket: str) -> None:
+def test_a_file_in_a_bucket_is_written_whole(bucket):
     path = as_path(f"{bucket}/a.json")
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -96,7 +90,7 @@ def test_a_file_in_a_bucket_is_written_whole(bucket: str) -> None:
     assert path.read_text() == '{\n  "a": 1\n}\n'
 
 
-def test_a_checkpoint_goes_to_a_bucket_and_back(bucket: str, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_to_a_bucket_and_back(bucket, tmp_path):
     source = write_tiny(tmp_path / "a", dtype="bfloat16", shard_bytes=8000)
     folder = f"{bucket}/models/a"
     model = load_checkpoint(source)

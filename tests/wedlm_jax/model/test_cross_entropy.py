@@ -1,7 +1,5 @@
 """Cross entropy by chunks: losses and gradients of whole logits, at the cost of wanted tokens."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax
@@ -17,25 +15,17 @@ ROWS, LENGTH, WIDTH, VOCAB = 2, 12, 6, 30
 
 
 @partial(jax.jit, static_argnames="chunk")
-def losses_and_gradients(
-    hidden: jax.Array,
-    head: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    wanted: jax.Array,
-    *,
-    chunk: int,
-) -> tuple:
+def losses_and_gradients(hidden, head, targets, weights, wanted, *, chunk):
     """Gradients of three times the sum, so that the cotangent is seen to count."""
 
-    def total(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple]:
+    def total(hidden, head):
         sum_, nll, hit = weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=chunk)
         return 3 * sum_, (sum_, nll, hit)
 
     return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head)
 
 
-def example(seed: int, share: float) -> tuple[np.ndarray, ...]:
+def example(seed, share):
     random = np.random.default_rng(seed)
     return (
         random.normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32),
@@ -48,7 +38,7 @@ def example(seed: int, share: float) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("chunk", [1, 5, 8, 100])
-def test_losses_and_gradients_equal_those_of_whole_logits(chunk: int, share: float) -> None:
+def test_losses_and_gradients_equal_those_of_whole_logits(chunk, share):
     hidden, head, targets, weights, wanted = example(0, share)
     (by_hidden, by_head), (total, nll, hit) = losses_and_gradients(
         hidden, head, targets, weights, wanted, chunk=chunk
@@ -65,7 +55,7 @@ def test_losses_and_gradients_equal_those_of_whole_logits(chunk: int, share: flo
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_losses_are_the_same_without_gradients() -> None:
+def test_losses_are_the_same_without_gradients():
     given = example(1, 0.5)
     _, with_gradients = losses_and_gradients(*given, chunk=5)
     alone = jax.jit(partial(weighted_cross_entropy, chunk=5))(*given)
@@ -73,7 +63,7 @@ def test_losses_are_the_same_without_gradients() -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_the_head_gradient_in_bfloat16_is_summed_in_float32() -> None:
+def test_the_head_gradient_in_bfloat16_is_summed_in_float32():
     """8,192 tokens in 32 chunks, against float32 sums over the same rounded states and head."""
     tokens, width, vocab = 8192, 32, 64
     keys = jax.random.split(jax.random.key(0), 3)
@@ -90,11 +80,11 @@ def test_the_head_gradient_in_bfloat16_is_summed_in_float32() -> None:
     assert error < 1e-4
 
 
-def test_the_head_takes_three_products_and_logits_of_one_chunk() -> None:
+def test_the_head_takes_three_products_and_logits_of_one_chunk():
     hidden, head, targets, weights, wanted = map(jnp.asarray, example(2, 1.0))
 
-    def gradients(hidden: jax.Array, head: jax.Array) -> tuple:
-        def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    def gradients(hidden, head):
+        def total(hidden, head):
             return weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=4)[0]
 
         return jax.grad(total, argnums=(0, 1))(hidden, head)
@@ -106,10 +96,10 @@ def test_the_head_takes_three_products_and_logits_of_one_chunk() -> None:
     assert max(int(np.prod(size)) for size in sizes) == 4
 
 
-def test_a_head_that_is_not_trained_costs_no_gradient() -> None:
+def test_a_head_that_is_not_trained_costs_no_gradient():
     hidden, head, targets, weights, wanted = map(jnp.asarray, example(2, 0.5))
 
-    def by_hidden(hidden: jax.Array) -> jax.Array:
+    def by_hidden(hidden):
         loss = weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=4)
         return 3 * loss[0]
 
@@ -123,7 +113,7 @@ def test_a_head_that_is_not_trained_costs_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "turns"), [(0, 0), (1, 1), (8, 2), (9, 3), (24, 6)])
-def test_the_loop_runs_over_chunks_with_targets_only(wanted: int, turns: int) -> None:
+def test_the_loop_runs_over_chunks_with_targets_only(wanted, turns):
     """Tokens behind the last chunk with a target may hold anything, even what is not a number."""
     hidden, head, targets, weights, _ = example(3, 1.0)
     flags = np.zeros(ROWS * LENGTH, bool)
@@ -137,7 +127,7 @@ def test_the_loop_runs_over_chunks_with_targets_only(wanted: int, turns: int) ->
     assert (np.abs(nll).sum() > 0) == (wanted > 0)
 
 
-def test_logits_of_bfloat16_states_are_float32() -> None:
+def test_logits_of_bfloat16_states_are_float32():
     random = np.random.default_rng(1)
     hidden = jnp.asarray(random.normal(size=(1, 5, 64)), jnp.bfloat16)
     head = jnp.asarray(random.normal(size=(30, 64)), jnp.float32)

@@ -1,7 +1,5 @@
 """Products of 8-bit integers in training: what they compute, and where."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import jax
@@ -14,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.examples.training import tiny_transformer
 from tests.jaxpr_shapes import equations_in
 from wedlm_jax.masks import CausalMask
-from wedlm_jax.model import Transformer
 from wedlm_jax.model.int8_training import with_int8_products
 from wedlm_jax.model.layers import Linear
 from wedlm_jax.model.lora import LoraConfig, with_adapters
@@ -22,7 +19,7 @@ from wedlm_jax.model.lora import LoraConfig, with_adapters
 TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 97)
 
 
-def rounded(x: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
+def rounded(x, axis):
     """Integers up to 127 times a scale, which the largest along ``axis`` decides."""
     scale = x.max(axis, keepdims=True) / 127.5
     # The largest is not negative here: -127.5 is -128 or -127, by the last bit of a quotient.
@@ -31,7 +28,7 @@ def rounded(x: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_product_and_gradients_are_those_of_rounded_operands(devices: int) -> None:
+def test_product_and_gradients_are_those_of_rounded_operands(devices):
     """A scale is of a whole row, wherever its parts lie."""
     random = np.random.default_rng(0)
     normal = (random.normal(size=s).astype("float32") for s in ((2, 5, 16), (6, 16), (2, 5, 6)))
@@ -39,11 +36,11 @@ def test_product_and_gradients_are_those_of_rounded_operands(devices: int) -> No
     linear = Linear(16, 6, bias=False, scale=1.0, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
     graph, state = nnx.split(with_int8_products(linear))
 
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+    def product(x, w):
         return nnx.merge(graph, jax.tree.map(lambda _: w, state))(x)
 
     @jax.jit
-    def both(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple:
+    def both(x, w, g):
         y, vjp = jax.vjp(product, x, w)
         return y, *vjp(g)
 
@@ -64,19 +61,19 @@ def test_product_and_gradients_are_those_of_rounded_operands(devices: int) -> No
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def loss(model: Transformer) -> jax.Array:
+def loss(model):
     positions = jnp.tile(jnp.arange(8), (2, 1))
     mask = CausalMask(jnp.ones((2, 8), jnp.int32))
     hidden = model(TOKENS, positions, mask, dtype=jnp.dtype("bfloat16"), remat="full")
     return jnp.square(model.logits(hidden)).mean()
 
 
-def products(model: Transformer) -> Counter[str]:
+def products(model):
     """How many products of which dtypes there are, forward and backward."""
     graph, *states = nnx.split(model, nnx.LoRAParam, ...)
     trained = 0 if jax.tree.leaves(states[0]) else 1
 
-    def of_trained(parameters: nnx.State) -> jax.Array:
+    def of_trained(parameters):
         return loss(nnx.merge(graph, parameters, states[1 - trained]))
 
     traced = jax.make_jaxpr(jax.value_and_grad(of_trained))(states[trained])
@@ -87,7 +84,7 @@ def products(model: Transformer) -> Counter[str]:
     )
 
 
-def test_the_seven_matrices_multiply_integers_and_nothing_else_does() -> None:
+def test_the_seven_matrices_multiply_integers_and_nothing_else_does():
     plain, int8 = products(tiny_transformer()), products(with_int8_products(tiny_transformer()))
     # Forward, but for the last one again under this policy, and two backward.
     assert int8["int8xint8"] == 7 + 6 + 2 * 7
@@ -97,7 +94,7 @@ def test_the_seven_matrices_multiply_integers_and_nothing_else_does() -> None:
     assert products(tiny_transformer()) == plain
 
 
-def test_adapters_beside_rounded_matrices_compute_as_before() -> None:
+def test_adapters_beside_rounded_matrices_compute_as_before():
     lora = LoraConfig(2, 4.0)
     plain = products(with_adapters(tiny_transformer(), lora, nnx.Rngs(0)))
     both = products(with_int8_products(with_adapters(tiny_transformer(), lora, nnx.Rngs(0))))
@@ -105,7 +102,7 @@ def test_adapters_beside_rounded_matrices_compute_as_before() -> None:
     assert both["int8xint8"] + both["bfloat16xbfloat16"] >= plain["bfloat16xbfloat16"]
 
 
-def test_a_rounded_model_is_near_the_plain_one() -> None:
+def test_a_rounded_model_is_near_the_plain_one():
     exact = float(loss(tiny_transformer()))
     near = float(loss(with_int8_products(tiny_transformer())))
     assert near != exact

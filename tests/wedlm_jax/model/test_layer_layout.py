@@ -1,7 +1,5 @@
 """Layers stacked or apart, times rows or columns: the same model, and the same forward."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -13,7 +11,6 @@ import pytest
 from flax import nnx
 
 from tests.examples.training import TINY, tiny_transformer
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import (
@@ -33,18 +30,18 @@ both_ways = pytest.mark.parametrize("columns", [False, True], ids=["rows", "colu
 both_heads = pytest.mark.parametrize("config", [TINY, TIED], ids=["untied", "tied"])
 
 
-def models(config: ModelConfig, columns: bool) -> tuple[Transformer, Transformer]:
+def models(config, columns):
     """The same weights stacked and apart."""
     stacked = stacked_model(config)
     return stacked, with_layers_apart(stacked, columns=columns)
 
 
 @functools.cache
-def stacked_model(config: ModelConfig) -> Transformer:
+def stacked_model(config):
     return Transformer(config, rngs=nnx.Rngs(5))
 
 
-def assert_same_leaves(one: nnx.Module, other: nnx.Module) -> None:
+def assert_same_leaves(one, other):
     a, b = (jax.tree_util.tree_leaves_with_path(nnx.state(model)) for model in (one, other))
     for (path, x), (other_path, y) in zip(a, b, strict=True):
         assert path == other_path
@@ -57,7 +54,7 @@ def assert_same_leaves(one: nnx.Module, other: nnx.Module) -> None:
 
 @both_heads
 @both_ways
-def test_apart_and_back_is_the_same_model(config: ModelConfig, columns: bool) -> None:
+def test_apart_and_back_is_the_same_model(config, columns):
     stacked, apart = models(config, columns)
     assert (are_stacked(stacked), are_stacked(apart)) == (True, False)
     assert (stacked.layers.mlp.up_proj.columns, apart.layers[0].mlp.up_proj.columns) == (
@@ -69,20 +66,20 @@ def test_apart_and_back_is_the_same_model(config: ModelConfig, columns: bool) ->
     assert_same_leaves(apart, made_so)
 
 
-def test_a_layout_that_is_there_already_is_kept() -> None:
+def test_a_layout_that_is_there_already_is_kept():
     stacked, apart = models(TINY, True)
     assert with_layers_stacked(stacked) is stacked
     assert with_layers_apart(apart) is apart
 
 
-def test_large_matrices_go_to_columns() -> None:
+def test_large_matrices_go_to_columns():
     large = dataclasses.replace(TINY, hidden_size=1024, intermediate_size=1024)
     assert [columns_are_faster(c, "float32") for c in (TINY, large)] == [False, True]
     assert not columns_are_faster(large, "bfloat16")
 
 
 @both_ways
-def test_rounded_matrices_move_along(columns: bool) -> None:
+def test_rounded_matrices_move_along(columns):
     stacked, apart = models(TINY, columns)
     rounded = quantize_weights(stacked)
     moved = with_layers_apart(rounded, columns=columns)
@@ -91,8 +88,8 @@ def test_rounded_matrices_move_along(columns: bool) -> None:
 
 
 @both_ways
-def test_shapes_are_told_without_arrays(columns: bool) -> None:
-    def apart() -> Transformer:
+def test_shapes_are_told_without_arrays(columns):
+    def apart():
         return with_layers_apart(Transformer(TINY, rngs=nnx.Rngs(0)), columns=columns)
 
     told = nnx.state(nnx.eval_shape(apart))
@@ -102,7 +99,7 @@ def test_shapes_are_told_without_arrays(columns: bool) -> None:
 
 
 @both_ways
-def test_what_is_consumed_is_let_go(columns: bool) -> None:
+def test_what_is_consumed_is_let_go(columns):
     stacked, expected = tiny_transformer(), models(TINY, columns)[1]
     before = jax.tree.leaves(nnx.state(stacked.layers))
     apart = with_layers_apart(stacked, columns=columns, consume=True)
@@ -115,7 +112,7 @@ def test_what_is_consumed_is_let_go(columns: bool) -> None:
 
 
 @both_ways
-def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns: bool) -> None:
+def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns):
     config = dataclasses.replace(TINY, vocab_size=96, mask_token_id=95)
     mesh = make_mesh({"fsdp": 2, "tensor": 4})
     graph, state = nnx.split(stacked_model(config))
@@ -133,14 +130,14 @@ def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns: bool) -> None:
 
 
 @jax.jit
-def outputs(model: Transformer) -> tuple[jax.Array, jax.Array]:
+def outputs(model):
     hidden = model(TOKENS, POSITIONS, CausalMask())
     return hidden, model.logits(hidden)
 
 
 @both_heads
 @both_ways
-def test_rectangles(config: ModelConfig, columns: bool) -> None:
+def test_rectangles(config, columns):
     expected, found = (outputs(model) for model in models(config, columns))
     for a, b in zip(found, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -148,10 +145,10 @@ def test_rectangles(config: ModelConfig, columns: bool) -> None:
 
 
 @pytest.mark.parametrize(("columns", "policy"), [(False, "products"), (True, "full")])
-def test_gradients(columns: bool, policy: str) -> None:
+def test_gradients(columns, policy):
     @jax.jit
-    def gradient(model: Transformer) -> nnx.State:
-        def total(model: Transformer) -> jax.Array:
+    def gradient(model):
+        def total(model):
             hidden = model(TOKENS, POSITIONS, CausalMask(), remat=policy)
             return (model.logits(hidden) ** 2).mean()
 
@@ -172,7 +169,7 @@ LENGTHS = (5, 1, 7)
 SPANS = (slice(0, 5), slice(5, 6), slice(6, 13))
 
 
-def flat_example() -> tuple[jax.Array, jax.Array]:
+def flat_example():
     """Three sequences behind one another, and padding; positions are not places."""
     random = np.random.default_rng(3)
     tokens = random.integers(0, TIED.vocab_size, sum(LENGTHS) + 3)
@@ -180,9 +177,7 @@ def flat_example() -> tuple[jax.Array, jax.Array]:
     return jnp.array(tokens), jnp.array(np.concatenate(positions))
 
 
-def dense(
-    kept: jax.Array, layer: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def dense(kept, layer, q, k, v):
     """Causal attention within each sequence, by a matrix over all flat tokens. ``kept [2, T]``
     counts the layers and notes which came last."""
     size, group = q.shape[0], q.shape[1] // k.shape[1]
@@ -196,7 +191,7 @@ def dense(
 
 
 @jax.jit
-def each_alone(model: Transformer) -> jax.Array:
+def each_alone(model):
     """A row a sequence, with padding behind, which nothing before it sees."""
     flat = flat_example()
     rows = (jnp.stack([jnp.pad(x[own], (0, 7 - x[own].size)) for own in SPANS]) for x in flat)
@@ -205,7 +200,7 @@ def each_alone(model: Transformer) -> jax.Array:
 
 @both_heads
 @pytest.mark.parametrize("layout", ["stacked", "rows", "columns"])
-def test_flat_tokens_are_computed_as_each_sequence_alone(config: ModelConfig, layout: str) -> None:
+def test_flat_tokens_are_computed_as_each_sequence_alone(config, layout):
     stacked, apart = models(config, layout == "columns")
     model = stacked if layout == "stacked" else apart
     tokens, positions = flat_example()
@@ -220,13 +215,13 @@ def test_flat_tokens_are_computed_as_each_sequence_alone(config: ModelConfig, la
 
 
 @both_ways
-def test_flat_tokens_in_bfloat16_stay_so(columns: bool) -> None:
+def test_flat_tokens_in_bfloat16_stay_so(columns):
     stacked, apart = models(TINY, columns)
     tokens, positions = flat_example()
     start = jnp.zeros((2, len(tokens)), jnp.int32)
 
     @functools.partial(jax.jit, static_argnames="dtype")
-    def run(model: Transformer, dtype: jnp.dtype) -> jax.Array:
+    def run(model, dtype):
         return model.run(tokens, positions, dense, start, dtype=dtype)[0]
 
     rounded = run(apart, jnp.bfloat16)
@@ -240,7 +235,7 @@ def test_flat_tokens_in_bfloat16_stay_so(columns: bool) -> None:
 
 @both_ways
 @pytest.mark.parametrize("count", [1, 16])
-def test_matrices_are_multiplied_as_they_are_stored(columns: bool, count: int) -> None:
+def test_matrices_are_multiplied_as_they_are_stored(columns, count):
     """As compiled for bfloat16 on a CPU: no product is turned round, so that a matrix would be
     packed, and no matrix is cast. Rows show that the test sees both."""
     config = dataclasses.replace(TINY, hidden_size=64, intermediate_size=80)
@@ -248,11 +243,11 @@ def test_matrices_are_multiplied_as_they_are_stored(columns: bool, count: int) -
     apart = jax.tree.map(lambda x: x.astype(jnp.bfloat16), apart)
     tokens = jnp.arange(count)
 
-    def same(_: None, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple:
+    def same(_, layer, q, k, v):
         return q + jnp.concatenate([k, v], axis=1), None
 
     @jax.jit
-    def logits(model: Transformer) -> jax.Array:
+    def logits(model):
         return model.logits(model.run(tokens, tokens, same, None)[0])
 
     text = logits.lower(apart).compile().as_text()

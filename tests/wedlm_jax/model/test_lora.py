@@ -1,7 +1,5 @@
 """Adapters beside frozen matrices: a model that begins as it was, and its merged twin."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ from tests.examples.training import tiny_transformer
 from wedlm_jax.attention import attend as attention
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask
-from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.model.lora import TARGETS, LoraConfig, merged, merged_weight, with_adapters
 from wedlm_jax.sharding import parameter_axes
@@ -22,12 +19,12 @@ TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 97)
 
 
 @jax.jit
-def hidden(model: Transformer) -> jax.Array:
+def hidden(model):
     positions = jnp.tile(jnp.arange(8), (2, 1))
     return model(TOKENS, positions, CausalMask(jnp.ones((2, 8), jnp.int32)))
 
 
-def trained(lora: LoraConfig = LORA) -> Transformer:
+def trained(lora=LORA):
     """A model whose B is no longer zero; float32 holds what A and B make exactly."""
     graph, adapters, rest = nnx.split(adapted(lora), nnx.LoRAParam, ...)
     random = np.random.default_rng(1)
@@ -37,16 +34,16 @@ def trained(lora: LoraConfig = LORA) -> Transformer:
     return nnx.merge(graph, adapters, rest)
 
 
-def adapted(lora: LoraConfig = LORA) -> Transformer:
+def adapted(lora=LORA):
     return with_adapters(tiny_transformer(), lora, nnx.Rngs(params=2))
 
 
-def test_a_model_with_new_adapters_is_the_model_without() -> None:
+def test_a_model_with_new_adapters_is_the_model_without():
     np.testing.assert_array_equal(hidden(adapted()), hidden(tiny_transformer()))
     assert np.abs(hidden(trained()) - hidden(adapted())).max() > 0.1
 
 
-def test_each_target_has_its_adapters_and_nothing_else_has() -> None:
+def test_each_target_has_its_adapters_and_nothing_else_has():
     state = nnx.state(adapted(), nnx.LoRAParam)
     shapes = {path[-3:]: leaf.shape for path, leaf in state.flat_state()}
     assert shapes == {
@@ -63,7 +60,7 @@ def test_each_target_has_its_adapters_and_nothing_else_has() -> None:
     assert np.abs(first[0] - first[1]).min() > 0  # each layer draws its own
 
 
-def test_the_merged_model_computes_the_same_and_is_a_plain_one() -> None:
+def test_the_merged_model_computes_the_same_and_is_a_plain_one():
     model, plain = trained(), merged(trained())
     assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(nnx.state(tiny_transformer()))
     np.testing.assert_allclose(hidden(plain), hidden(model), rtol=2e-5, atol=2e-5)
@@ -75,7 +72,7 @@ def test_the_merged_model_computes_the_same_and_is_a_plain_one() -> None:
     assert merged(plain) is plain
 
 
-def test_what_is_merged_keeps_its_dtype_and_is_summed_in_float32() -> None:
+def test_what_is_merged_keeps_its_dtype_and_is_summed_in_float32():
     weight, a, b = np.full((1, 1), 256, jnp.bfloat16), np.ones((1, 1), "f4"), np.ones((1, 1), "f4")
     assert merged_weight(weight, a, b, 0.5) == 256.5
     graph, state = nnx.split(trained())
@@ -83,12 +80,12 @@ def test_what_is_merged_keeps_its_dtype_and_is_summed_in_float32() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(half))} == {jnp.dtype("bfloat16")}
 
 
-def test_a_rank_as_large_as_a_matrix_is_refused() -> None:
+def test_a_rank_as_large_as_a_matrix_is_refused():
     with pytest.raises(InputError, match=r"lora\.rank must be below 12, .* q_proj, not 12"):
         adapted(LoraConfig(12, 1.0))
 
 
-def test_axes_of_adapters_are_those_of_their_matrices() -> None:
+def test_axes_of_adapters_are_those_of_their_matrices():
     for name in TARGETS:
         _, n_out, n_in = parameter_axes(f"layers/mlp/{name}/weight") or ()
         a, b = (parameter_axes(f"mu/layers/mlp/{name}/adapter/{part}/value") for part in "ab")
@@ -100,10 +97,10 @@ IS_MASK = jnp.array([False, False, True, False, True, True, False, True])
 
 
 @jax.jit
-def flat(model: Transformer, is_mask: jax.Array) -> jax.Array:
+def flat(model, is_mask):
     """Causal attention over eight flat tokens."""
 
-    def attend(_: None, layer: jax.Array, *qkv: jax.Array) -> tuple[jax.Array, None]:
+    def attend(_, layer, *qkv):
         q, k, v = (x[None] for x in qkv)
         k, v = (x.swapaxes(1, 2) for x in (k, v))
         return attention(q, k, v, CausalMask(), implementation="dense")[0], None
@@ -112,7 +109,7 @@ def flat(model: Transformer, is_mask: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("layout", ["stacked", "rows", "columns"])
-def test_adapters_on_masks_leave_every_bit_of_other_rows(layout: str) -> None:
+def test_adapters_on_masks_leave_every_bit_of_other_rows(layout):
     """In each layout of the layers; rows before the first mask, which see none."""
     text, drafter = tiny_transformer(), trained(DRAFTER)
     if layout != "stacked":
@@ -125,7 +122,7 @@ def test_adapters_on_masks_leave_every_bit_of_other_rows(layout: str) -> None:
     np.testing.assert_allclose(mixed, flat(trained(DRAFTER), IS_MASK), atol=1e-4)
 
 
-def test_where_all_rows_are_masks_they_are_adapters_of_all_rows() -> None:
+def test_where_all_rows_are_masks_they_are_adapters_of_all_rows():
     drafter = trained(DRAFTER)
     same = with_adapters(tiny_transformer(), LoraConfig(rank=3, alpha=6.0), nnx.Rngs(params=2))
     values = dict(nnx.state(drafter, nnx.LoRAParam).flat_state())

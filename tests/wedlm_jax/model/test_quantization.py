@@ -1,7 +1,5 @@
 """Products with matrices on the left, of few columns: exact, and without a copy of the matrix."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,19 +12,19 @@ from wedlm_jax.sharding import make_mesh
 OUT, IN = 96, 64
 
 
-def operands(columns: int, dtype: str) -> tuple[jax.Array, jax.Array]:
+def operands(columns, dtype):
     random = np.random.default_rng(columns)
     matrix = jnp.asarray(random.normal(size=(OUT, IN)), dtype)
     return matrix, jnp.asarray(random.normal(size=(IN, columns)), dtype)
 
 
-def exact(matrix: jax.Array, x: jax.Array) -> np.ndarray:
+def exact(matrix, x):
     return np.asarray(matrix, np.float64) @ np.asarray(x, np.float64)
 
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 21])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_product_is_that_of_numpy(columns: int, dtype: str) -> None:
+def test_a_product_is_that_of_numpy(columns, dtype):
     matrix, x = operands(columns, dtype)
     y = jax.jit(left_product, static_argnames="dtype")(matrix, x, dtype="float32")
     assert y.shape == (OUT, columns)
@@ -35,7 +33,7 @@ def test_a_product_is_that_of_numpy(columns: int, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_product_with_integers_is_that_of_what_they_stand_for(dtype: str) -> None:
+def test_a_product_with_integers_is_that_of_what_they_stand_for(dtype):
     matrix, x = operands(3, dtype)
     integers = rounded(matrix)
     y = jax.jit(left_product, static_argnames="dtype")(integers, x, dtype="float32")
@@ -49,9 +47,7 @@ def test_a_product_with_integers_is_that_of_what_they_stand_for(dtype: str) -> N
 @pytest.mark.parametrize("cut", [("tensor", None), (None, "tensor")])
 @pytest.mark.parametrize("columns", [1, 21])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_product_over_devices_is_that_of_one(
-    columns: int, dtype: str, cut: tuple[str | None, str | None]
-) -> None:
+def test_a_product_over_devices_is_that_of_one(columns, dtype, cut):
     matrix, x = operands(columns, dtype)
     mesh = make_mesh({"tensor": -1})
     matrix = jax.device_put(matrix, NamedSharding(mesh, PartitionSpec(*cut)))
@@ -62,7 +58,7 @@ def test_a_product_over_devices_is_that_of_one(
 
 
 @pytest.mark.parametrize("columns", [1, 3, 16])
-def test_a_matrix_in_bfloat16_is_multiplied_as_it_lies(columns: int) -> None:
+def test_a_matrix_in_bfloat16_is_multiplied_as_it_lies(columns):
     """XLA would cast a transposed or a lone column's matrix whole, in every forward."""
     matrix, x = operands(columns, "bfloat16")
     program = jax.jit(lambda m, rows: left_product(m, rows.T, "float32").T)

@@ -1,9 +1,6 @@
 """Rotary embeddings: the rotation itself, and the frequencies of every context extension."""
 
-from __future__ import annotations
-
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +25,7 @@ LLAMA3 = {
 }
 
 # What transformers' own functions return for these settings, seven digits of each.
-KNOWN: list[tuple[str, dict[str, Any], list[float], float]] = [
+KNOWN = [
     ("default", {}, DEFAULT, 1.0),
     ("linear", {"factor": 4.0}, [x / 4 for x in DEFAULT], 1.0),
     (
@@ -64,7 +61,7 @@ KNOWN: list[tuple[str, dict[str, Any], list[float], float]] = [
 ]
 
 
-def config_with(rope_type: str = "default", **parameters: Any) -> ModelConfig:
+def config_with(rope_type="default", **parameters):
     return ModelConfig(
         vocab_size=8,
         hidden_size=64,
@@ -78,11 +75,11 @@ def config_with(rope_type: str = "default", **parameters: Any) -> ModelConfig:
 
 
 @partial(jax.jit, static_argnums=0)
-def _rotate(config: ModelConfig, x: jax.Array, positions: jax.Array) -> jax.Array:
+def _rotate(config, x, positions):
     return apply_rope(x[None, :, None], rope_tables(config, positions[None]))[0, :, 0]
 
 
-def rotate(x: np.ndarray, positions: list[int], **scaling: Any) -> np.ndarray:
+def rotate(x, positions, **scaling):
     """One head of ``x [T, head_dim]`` rotated to ``positions``."""
     return np.asarray(_rotate(config_with(**scaling), jnp.asarray(x), jnp.array(positions)))
 

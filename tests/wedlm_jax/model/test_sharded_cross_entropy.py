@@ -1,7 +1,5 @@
 """The vocabulary loss on a mesh: that of one device, its head gathered once for all chunks."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,16 +20,16 @@ WANTED = jax.random.uniform(jax.random.key(3), (ROWS, LENGTH)) < jnp.arange(ROWS
 WEIGHTS = jax.random.uniform(jax.random.key(4), (ROWS, LENGTH)) / LENGTH
 
 
-def compiled(mesh: jax.sharding.Mesh, chunk: int, dtype: str = "float32") -> jax.stages.Compiled:
+def compiled(mesh, chunk, dtype="float32"):
     """Loss and gradients with respect to hidden states and head, compiled for the mesh."""
 
-    def loss(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(hidden, head):
         total, nll, _ = weighted_cross_entropy(
             hidden.astype(dtype), head, TARGETS, WEIGHTS, WANTED, chunk=chunk
         )
         return total, nll
 
-    def place(x: jax.Array, *axes: object) -> jax.ShapeDtypeStruct:
+    def place(x, *axes):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
 
     shapes = (place(HIDDEN, ("data", "fsdp"), "sequence"), place(HEAD, "tensor", "fsdp"))
@@ -42,14 +40,14 @@ def compiled(mesh: jax.sharding.Mesh, chunk: int, dtype: str = "float32") -> jax
 @pytest.mark.parametrize(
     "sizes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "sequence": 4}]
 )
-def test_loss_and_gradients_equal_those_of_one_device(sizes: dict[str, int]) -> None:
+def test_loss_and_gradients_equal_those_of_one_device(sizes):
     mesh = make_mesh(sizes)
     program = compiled(mesh, 8)
     hidden_place, head_place = program.input_shardings[0]
     given = jax.device_put(HIDDEN, hidden_place), jax.device_put(HEAD, head_place)
     found = program(*given)
 
-    def plain(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def plain(hidden, head):
         chosen = jnp.take_along_axis(jax.nn.log_softmax(hidden @ head.T), TARGETS[..., None], -1)
         nll = jnp.where(WANTED, -chosen[..., 0], 0.0)
         return (WEIGHTS * nll).sum(), nll
@@ -59,14 +57,14 @@ def test_loss_and_gradients_equal_those_of_one_device(sizes: dict[str, int]) -> 
         np.testing.assert_allclose(own, one, rtol=1e-5, atol=1e-7)
 
 
-def test_collectives_do_not_grow_with_the_number_of_chunks() -> None:
+def test_collectives_do_not_grow_with_the_number_of_chunks():
     mesh = make_mesh({"fsdp": 8})
     few, many = (program_cost(compiled(mesh, chunk).as_text() or "") for chunk in (32, 4))
     assert few.collective_bytes
     assert many.collective_bytes == few.collective_bytes
 
 
-def test_the_head_gradient_is_summed_over_devices_in_float32() -> None:
+def test_the_head_gradient_is_summed_over_devices_in_float32():
     """States are bfloat16, which a sum over eight devices would round to."""
     mesh = make_mesh({"fsdp": 8})
     program = compiled(mesh, 8, "bfloat16")

@@ -1,9 +1,6 @@
 """The transformer: positions, causality, precision, rematerialisation, tied heads."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -25,23 +22,23 @@ POSITIONS = jnp.tile(jnp.arange(LENGTH), (2, 1))
 
 
 @pytest.fixture(scope="module")
-def parts() -> tuple[nnx.GraphDef, nnx.State]:
+def parts():
     return nnx.split(tiny_transformer())
 
 
 @pytest.fixture(scope="module")
-def hidden_states(parts: tuple) -> Callable:
+def hidden_states(parts):
     """The hidden states, compiled once for each kind of mask and each option."""
     graph, parameters = parts
 
     @partial(jax.jit, static_argnames=("attention", "dtype"))
-    def run(tokens: jax.Array, positions: jax.Array, mask: object, **options: str) -> jax.Array:
+    def run(tokens, positions, mask, **options):
         return nnx.merge(graph, parameters)(tokens, positions, mask, **options)
 
     return run
 
 
-def test_a_token_changes_no_row_before_it_and_every_row_from_it(hidden_states: Callable) -> None:
+def test_a_token_changes_no_row_before_it_and_every_row_from_it(hidden_states):
     before = np.asarray(hidden_states(TOKENS, POSITIONS, CausalMask()))
     after = np.asarray(hidden_states(TOKENS.at[0, 3].set(50), POSITIONS, CausalMask()))
     changed = (before != after).any(-1)
@@ -49,7 +46,7 @@ def test_a_token_changes_no_row_before_it_and_every_row_from_it(hidden_states: C
     assert not changed[1].any()
 
 
-def test_only_differences_of_positions_count(hidden_states: Callable) -> None:
+def test_only_differences_of_positions_count(hidden_states):
     here = hidden_states(TOKENS, POSITIONS, CausalMask())
     moved = hidden_states(TOKENS, POSITIONS + 100, CausalMask())
     stretched = hidden_states(TOKENS, POSITIONS * 2, CausalMask())
@@ -57,7 +54,7 @@ def test_only_differences_of_positions_count(hidden_states: Callable) -> None:
     assert float(jnp.abs(stretched - here).max()) > 0.1
 
 
-def test_physical_order_is_free_where_positions_and_mask_go_along(hidden_states: Callable) -> None:
+def test_physical_order_is_free_where_positions_and_mask_go_along(hidden_states):
     order = jnp.array([4, 0, 7, 2, 1, 6, 3, 5])
     causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
     plain = MatrixMask(matrix=jnp.stack([causal] * 2))
@@ -68,7 +65,7 @@ def test_physical_order_is_free_where_positions_and_mask_go_along(hidden_states:
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_flat_tokens_over_kept_keys_equal_the_whole_forward(parts: tuple, stacked: bool) -> None:
+def test_flat_tokens_over_kept_keys_equal_the_whole_forward(parts, stacked):
     """`Transformer.run` in two goes, its keys and values kept by the caller; layers stacked or
     apart."""
     model = nnx.merge(*parts)
@@ -79,10 +76,10 @@ def test_flat_tokens_over_kept_keys_equal_the_whole_forward(parts: tuple, stacke
     room = (config.num_hidden_layers, LENGTH, config.num_key_value_heads, config.head_dim)
 
     @partial(jax.jit, static_argnums=2)
-    def run(parameters: nnx.State, kept: tuple, bounds: tuple[int, int]) -> tuple:
+    def run(parameters, kept, bounds):
         here = slice(*bounds)
 
-        def attend(kept: tuple, layer: jax.Array | int, *qkv: jax.Array) -> tuple:
+        def attend(kept, layer, *qkv):
             q, *new = qkv
             start = (layer, bounds[0], 0, 0)
             kept = tuple(
@@ -108,7 +105,7 @@ def test_flat_tokens_over_kept_keys_equal_the_whole_forward(parts: tuple, stacke
     np.testing.assert_allclose(jnp.concatenate([first, rest]), whole, atol=2e-5)
 
 
-def test_streams_equals_dense_through_all_layers(hidden_states: Callable) -> None:
+def test_streams_equals_dense_through_all_layers(hidden_states):
     mask = DualStreamMask(jnp.array([[1, 1, 1, 0], [1, 1, 2, 2]]), 2)
     positions = jnp.tile(POSITIONS[:, :4], (1, 2))
     dense = hidden_states(TOKENS, positions, mask, attention="dense")
@@ -117,11 +114,11 @@ def test_streams_equals_dense_through_all_layers(hidden_states: Callable) -> Non
 
 
 @pytest.mark.full
-def test_rematerialisation_changes_memory_not_gradients(parts: tuple) -> None:
+def test_rematerialisation_changes_memory_not_gradients(parts):
     graph, parameters = parts
 
-    def gradient(policy: str) -> jax.stages.Traced:
-        def total(parameters: nnx.State) -> jax.Array:
+    def gradient(policy):
+        def total(parameters):
             model = nnx.merge(graph, parameters)
             hidden = model(TOKENS, POSITIONS, CausalMask(), remat=policy)
             return (model.logits(hidden) ** 2).mean()
@@ -143,13 +140,13 @@ def test_rematerialisation_changes_memory_not_gradients(parts: tuple) -> None:
     assert len(set(sizes)) == len(POLICIES) - 1  # full and offload differ in where it lies
 
 
-def bytes_kept_for_backward(traced: jax.stages.Traced) -> int:
+def bytes_kept_for_backward(traced):
     """Size of what the forward scan over the layers stacks up for the backward one."""
     forward = next(e for e in traced.jaxpr.eqns if e.primitive.name == "scan")
     return sum(v.aval.size * v.aval.dtype.itemsize for v in forward.outvars)
 
 
-def test_bfloat16_computes_on_float32_parameters(parts: tuple, hidden_states: Callable) -> None:
+def test_bfloat16_computes_on_float32_parameters(parts, hidden_states):
     exact = hidden_states(TOKENS, POSITIONS, CausalMask(), dtype="float32")
     rounded = hidden_states(TOKENS, POSITIONS, CausalMask(), dtype="bfloat16")
     assert exact.dtype == jnp.float32
@@ -159,7 +156,7 @@ def test_bfloat16_computes_on_float32_parameters(parts: tuple, hidden_states: Ca
     graph, parameters = parts
     assert {leaf.dtype for leaf in jax.tree.leaves(parameters)} == {jnp.dtype("float32")}
 
-    def run(parameters: nnx.State) -> jax.Array:
+    def run(parameters):
         model = nnx.merge(graph, parameters)
         return model(TOKENS, POSITIONS, CausalMask(), dtype=jnp.bfloat16)
 
@@ -173,7 +170,7 @@ def test_bfloat16_computes_on_float32_parameters(parts: tuple, hidden_states: Ca
     assert all(dtypes == {jnp.dtype("bfloat16")} for dtypes in inputs)
 
 
-def test_logits_are_float32_whatever_the_states(parts: tuple) -> None:
+def test_logits_are_float32_whatever_the_states(parts):
     model = nnx.merge(*parts)
     for dtype in (jnp.float32, jnp.bfloat16):
         logits = model.logits(jnp.ones((1, 2, TINY.hidden_size), dtype))
@@ -189,7 +186,7 @@ def test_logits_are_float32_whatever_the_states(parts: tuple) -> None:
         {"attention_bias": False, "qk_norm": False, "num_key_value_heads": 4},
     ],
 )
-def test_num_parameters_counts_every_parameter(changes: dict[str, object]) -> None:
+def test_num_parameters_counts_every_parameter(changes):
     config = dataclasses.replace(TINY, **changes)  # type: ignore[arg-type]
     shapes = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
     sizes = [int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes)]
@@ -198,14 +195,14 @@ def test_num_parameters_counts_every_parameter(changes: dict[str, object]) -> No
     assert config.num_parameters(embeddings=False) == sum(sizes) - tables
 
 
-def test_layers_are_stacked_and_differ(parts: tuple) -> None:
+def test_layers_are_stacked_and_differ(parts):
     model = nnx.merge(*parts)
     weight = model.layers.mlp.up_proj.weight[...]
     assert weight.shape == (TINY.num_hidden_layers, TINY.intermediate_size, TINY.hidden_size)
     assert not np.allclose(weight[0], weight[1])
 
 
-def test_a_tied_head_is_the_embedding() -> None:
+def test_a_tied_head_is_the_embedding():
     model = tiny_transformer(tie_word_embeddings=True)
     assert model.lm_head is None
     np.testing.assert_array_equal(model.head_matrix(), model.embed_tokens[...])
@@ -214,7 +211,7 @@ def test_a_tied_head_is_the_embedding() -> None:
     assert not np.array_equal(untied.head_matrix(), untied.embed_tokens[...])
 
 
-def test_the_same_seed_gives_the_same_parameters() -> None:
+def test_the_same_seed_gives_the_same_parameters():
     first, again = (nnx.state(Transformer(TINY, rngs=nnx.Rngs(5))) for _ in range(2))
     other = nnx.state(Transformer(TINY, rngs=nnx.Rngs(6)))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):

@@ -1,9 +1,5 @@
 """Files of records: which are found, in which order, and what is refused."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 from wedlm_jax.errors import InputError
@@ -12,7 +8,7 @@ from wedlm_jax.records.files import JSONL, PARQUET, file_size, find_files
 ENDINGS = {".jsonl": JSONL, ".jsonl.gz": "packed", ".parquet": PARQUET}
 
 
-def test_folders_are_searched_in_order_and_hidden_files_passed_over(tmp_path: Path) -> None:
+def test_folders_are_searched_in_order_and_hidden_files_passed_over(tmp_path):
     for name in ("b/2.jsonl", "a.JSONL", "b/1.jsonl.gz", "b/readme.md", ".cache/c.jsonl", "b/.d"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
@@ -28,7 +24,7 @@ def test_folders_are_searched_in_order_and_hidden_files_passed_over(tmp_path: Pa
     assert found.folders == (tmp_path,)
 
 
-def test_what_cannot_be_input_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_input_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "readme.md").write_text("x")
     for name, reason in (
@@ -42,16 +38,14 @@ def test_what_cannot_be_input_is_refused(tmp_path: Path) -> None:
     assert [file.kind for file in found.files] == [JSONL]
 
 
-def test_parquet_without_pyarrow_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_without_pyarrow_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"need pyarrow.*pip install 'wedlm-jax\[data\]'"):
         find_files([str(tmp_path)], ENDINGS)
 
 
-def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_named(tmp_path):
     (tmp_path / "a.jsonl").write_text("x")
     (file,) = find_files([str(tmp_path)], ENDINGS).files
     assert file_size(file) == 1

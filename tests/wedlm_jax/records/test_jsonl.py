@@ -1,7 +1,5 @@
 """Lines with the places where they begin, and the objects in them."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -14,7 +12,7 @@ from wedlm_jax.records.jsonl import BadRecord, Line, parse_object, read_lines
 CONTENT = b'\xef\xbb\xbf{"a": 1}\n\n  \t\n{"b": "\xc3\xa9"}\r\n{"c": 3}'
 
 
-def test_lines_have_their_places_and_blank_ones_are_left_out() -> None:
+def test_lines_have_their_places_and_blank_ones_are_left_out():
     lines = list(read_lines(io.BytesIO(CONTENT)))
     assert lines == [
         Line(0, 1, b'{"a": 1}\n'),
@@ -23,7 +21,7 @@ def test_lines_have_their_places_and_blank_ones_are_left_out() -> None:
     ]
 
 
-def test_reading_goes_on_from_any_place() -> None:
+def test_reading_goes_on_from_any_place():
     lines = list(read_lines(io.BytesIO(CONTENT)))
     for first, line in enumerate(lines):
         stream = io.BytesIO(CONTENT)
@@ -32,9 +30,7 @@ def test_reading_goes_on_from_any_place() -> None:
 
 
 @pytest.mark.parametrize("longest", [5, 9, 10, 1000])
-def test_a_line_that_is_too_long_is_read_past_and_the_digest_has_every_byte(
-    longest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_is_too_long_is_read_past_and_the_digest_has_every_byte(longest, monkeypatch):
     monkeypatch.setattr(jsonl, "LARGEST_LINE", longest)
     content = b"short\n" + b"x" * 9 + b"\n" + b"y" * 300 + b"\nz"
     digest = hashlib.sha256()
@@ -57,7 +53,7 @@ def test_a_line_that_is_too_long_is_read_past_and_the_digest_has_every_byte(
         (b'{"big": 123456789012345678901234567890}', {"big": 123456789012345678901234567890}),
     ],
 )
-def test_objects_are_read(line: bytes, value: object) -> None:
+def test_objects_are_read(line, value):
     assert parse_object(line) == value
 
 
@@ -81,9 +77,7 @@ def test_objects_are_read(line: bytes, value: object) -> None:
         (b'{"\\uDC00": 1}', "not UTF-8", "half of a surrogate pair, \\ud800 to \\udfff"),
     ],
 )
-def test_bad_records_have_a_reason_to_count_by(
-    line: bytes | None, reason: str, detail: str
-) -> None:
+def test_bad_records_have_a_reason_to_count_by(line, reason, detail):
     with pytest.raises(BadRecord) as refused:
         parse_object(line)
     assert refused.value.reason == reason
@@ -92,7 +86,7 @@ def test_bad_records_have_a_reason_to_count_by(
     assert len(str(refused.value)) < 300
 
 
-def test_what_json_writes_is_read_back() -> None:
+def test_what_json_writes_is_read_back():
     value = {"text": "a\u2028b\ud7ff\ue000😀", "list": [1, -2.5, True, None, {"x": []}]}
     for ascii_only in (True, False):
         line = json.dumps(value, ensure_ascii=ascii_only).encode() + b"\n"

@@ -1,10 +1,5 @@
 """Rows of Parquet files: any part of them, a few at a time, and without nulls."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from wedlm_jax.records.parquet import (
@@ -18,7 +13,7 @@ from wedlm_jax.records.parquet import (
 pyarrow = pytest.importorskip("pyarrow")
 
 
-def write(path: Path, rows: list[dict[str, Any]], group: int) -> Path:
+def write(path, rows, group):
     from pyarrow import parquet
 
     keys = dict.fromkeys(key for row in rows for key in row)
@@ -27,7 +22,7 @@ def write(path: Path, rows: list[dict[str, Any]], group: int) -> Path:
     return path
 
 
-def test_any_part_of_the_rows_is_read_whatever_the_row_groups(tmp_path: Path) -> None:
+def test_any_part_of_the_rows_is_read_whatever_the_row_groups(tmp_path):
     count = 2 * ROWS_AT_A_TIME + 10
     for group in (7, ROWS_AT_A_TIME, count):
         path = write(tmp_path / "a.parquet", [{"n": i, "m": 0} for i in range(count)], group)
@@ -41,14 +36,14 @@ def test_any_part_of_the_rows_is_read_whatever_the_row_groups(tmp_path: Path) ->
                 assert rows == [{"n": i} for i in range(start, stop)], (group, start, number)
 
 
-def test_without_a_wanted_column_the_rows_are_empty(tmp_path: Path) -> None:
+def test_without_a_wanted_column_the_rows_are_empty(tmp_path):
     path = write(tmp_path / "a.parquet", [{"n": i} for i in range(5)], 2)
     assert list(read_rows(path, "a", ["absent"])) == [{}] * 5
     assert list(read_rows(path, "a", ["absent"], 3, 10)) == [{}] * 2
 
 
-def test_nulls_are_left_out_however_deep(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
+def test_nulls_are_left_out_however_deep(tmp_path):
+    rows = [
         {"a": {"x": {"y": 1}}, "list": [{"k": 1}, {"k": None, "l": 2}]},
         {"a": {"x": {"y": None}, "z": 3}, "list": [None]},
         {"a": None, "list": []},
@@ -64,7 +59,7 @@ def test_nulls_are_left_out_however_deep(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"PAR1 no more", b"", b"x" * 100])
-def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_named(tmp_path, content):
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
     for read in (column_names, rows_of_groups, lambda *names: list(read_rows(*names, ["a"]))):
@@ -72,7 +67,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
             read(path, "in/a.parquet")
 
 
-def test_rows_that_are_damaged_are_found_when_they_are_read(tmp_path: Path) -> None:
+def test_rows_that_are_damaged_are_found_when_they_are_read(tmp_path):
     path = write(tmp_path / "a.parquet", [{"n": str(i) * 50} for i in range(300)], 100)
     whole = bytearray(path.read_bytes())
     whole[200:400] = b"\xff" * 200

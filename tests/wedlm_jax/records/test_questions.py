@@ -2,8 +2,6 @@
 
 import json
 from decimal import Decimal
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,7 @@ QUESTION = {"regime": "sums", "kind": "k", "prompt": "2 and 3?", "answer": ANSWE
 USER = {"role": "user", "content": "2 and 3?"}
 
 
-def _write(path: Path, *rows: object) -> Path:
+def _write(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
@@ -47,14 +45,12 @@ def _write(path: Path, *rows: object) -> Path:
         (None, "x", "anything", None),
     ],
 )
-def test_completions_are_judged_as_the_question_says(
-    match: str | None, answer: str, text: str, right: bool | None
-) -> None:
+def test_completions_are_judged_as_the_question_says(match, answer, text, right):
     assert Question("?", answer, match).is_right(text) is right
 
 
 @pytest.mark.parametrize("match", MATCHES)
-def test_a_reference_is_right_by_itself(match: str) -> None:
+def test_a_reference_is_right_by_itself(match):
     assert Question("?", ANSWER, match).is_right(ANSWER) is True
 
 
@@ -74,11 +70,11 @@ def test_a_reference_is_right_by_itself(match: str) -> None:
         ("", None),
     ],
 )
-def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
+def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == (None if number is None else Decimal(number))
 
 
-def test_questions_come_by_regime_in_the_order_of_the_file(tmp_path: Path) -> None:
+def test_questions_come_by_regime_in_the_order_of_the_file(tmp_path):
     prose = QUESTION | {"regime": "prose", "prompt": "Ünïcode?", "match": None}
     path = _write(tmp_path / "q.jsonl", QUESTION, prose, QUESTION | {"prompt": "second"})
     regimes = read_questions(path, match="contains")
@@ -88,9 +84,7 @@ def test_questions_come_by_regime_in_the_order_of_the_file(tmp_path: Path) -> No
     assert [q.place for q in regimes["prose"]] == [f"{path}, line 2"]
 
 
-def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat(
-    tmp_path: Path,
-) -> None:
+def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat(tmp_path):
     chat = [{"role": "system", "content": "Be short."}, USER]
     path = _write(
         tmp_path / "q.jsonl", {"prompt": "2 and 3?", "answer": 5}, {"messages": chat, "answer": "5"}
@@ -110,8 +104,8 @@ def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat
         conversation.encode(codec)
 
 
-def test_completions_are_counted_by_what_they_come_to() -> None:
-    def said(text: str | None, tokens: int, reason: str) -> Completion:
+def test_completions_are_counted_by_what_they_come_to():
+    def said(text, tokens, reason):
         return Completion(text, [1] * tokens, reason, tokens // 2, 2 * tokens)
 
     asked = [Question("?", "5", "contains"), Question("?", "6", "exact"), Question("?", "", None)]
@@ -123,7 +117,7 @@ def test_completions_are_counted_by_what_they_come_to() -> None:
     assert tally(asked[2:], [said(None, 2, "stop")]).accuracy is None
 
 
-BAD: list[tuple[Any, str]] = [
+BAD = [
     (b"", "no questions"),
     (b"\n \n", "no questions"),
     (b"{\n", "line 1: not JSON"),
@@ -152,9 +146,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("content", "says"), BAD)
-def test_what_is_no_question_is_refused_by_line_and_field(
-    tmp_path: Path, content: object, says: str
-) -> None:
+def test_what_is_no_question_is_refused_by_line_and_field(tmp_path, content, says):
     path = tmp_path / "q.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     with pytest.raises(InputError, match=says) as refused:
@@ -162,13 +154,13 @@ def test_what_is_no_question_is_refused_by_line_and_field(
     assert str(path) in str(refused.value)
 
 
-def test_the_line_of_a_bad_question_is_its_own(tmp_path: Path) -> None:
+def test_the_line_of_a_bad_question_is_its_own(tmp_path):
     path = _write(tmp_path / "q.jsonl", QUESTION, QUESTION, QUESTION | {"answer": True})
     with pytest.raises(InputError, match=r"line 3: answer"):
         read_questions(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(InputError, match=r"none\.jsonl"):
         read_questions(tmp_path / "none.jsonl")
     with pytest.raises(InputError, match="cannot be read"):

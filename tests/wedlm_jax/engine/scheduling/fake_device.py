@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from wedlm_jax.engine.interface import Admission, Burst, NewTokens, Report, Request
+from wedlm_jax.engine.interface import NewTokens, Report, Request
 from wedlm_jax.engine.settings import SchedulerSizes
 
 VOCAB = 50
@@ -23,7 +21,7 @@ STOP = 0
 NOT_FINAL = -1
 
 
-def mixed(*numbers: int) -> int:
+def mixed(*numbers):
     """A number of 0 or more that depends on all of these."""
     return hash(numbers) & 0x7FFFFFFF
 
@@ -48,7 +46,7 @@ class FakeSequence:
     new: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
     contexts: list[int] = dataclasses.field(default_factory=list)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         # The last token of an anchored sequence's text is computed in its window.
         self.prefill = len(self.text) - self.is_anchored
         self.seed = self.request.params.seed
@@ -57,25 +55,25 @@ class FakeSequence:
             self.extend(token)
 
     @property
-    def is_anchored(self) -> bool:
+    def is_anchored(self):
         return self.window == 0 or self.request.params.mode != "paper"
 
     @property
-    def num_output(self) -> int:
+    def num_output(self):
         return len(self.text) - len(self.request.prompt)
 
     @property
-    def active(self) -> int:
+    def active(self):
         """Slots of the next forward."""
         if self.is_anchored:
             return 1 + mixed(self.seed, self.num_forwards) % max(2 * self.window, 1)
         return self.window + len(self.filled)
 
-    def extend(self, token: int) -> None:
+    def extend(self, token):
         self.text.append(token)
         self.contexts.append(mixed(self.contexts[-1] if self.contexts else 0, token))
 
-    def forward(self) -> None:
+    def forward(self):
         """Runs the window once: computes the text in it, commits, fills."""
         self.num_instances += self.active
         self.num_forwards += 1
@@ -94,7 +92,7 @@ class FakeSequence:
             for slot in range(fills)
         ]
 
-    def commit(self, token: int) -> None:
+    def commit(self, token):
         if self.finished:
             return
         self.extend(token)
@@ -105,7 +103,7 @@ class FakeSequence:
         self.finished = self.stopped or self.num_output >= params.max_tokens
 
 
-def decode_alone(request: Request, window: int) -> tuple[list[int], str, int, int]:
+def decode_alone(request, window):
     """Tokens, finish reason, forwards and instances of a request by itself, without any pages."""
     sequence = FakeSequence(request, window, list(request.prompt))
     while not sequence.finished:
@@ -123,20 +121,20 @@ class FakeDevice:
       seed: ends bursts early by chance; None never does.
     """
 
-    def __init__(self, sizes: SchedulerSizes, seed: int | None = None):
+    def __init__(self, sizes, seed=None):
         self.sizes = sizes
-        self.sequences: dict[int, FakeSequence] = {}
-        self.bursts: list[Burst] = []
-        self.admitted: list[int] = []
+        self.sequences = {}
+        self.bursts = []
+        self.admitted = []
         self._places = np.full(
             (sizes.num_replicas, sizes.num_pages, sizes.page_size), NOT_FINAL, np.int64
         )
         self._random = None if seed is None else random.Random(seed)
-        self._left: dict[int, tuple[list[int], list[int], int, int]] = {}
+        self._left = {}
         """How each released sequence stood, should it come back."""
-        self._tickets: list[Report] = []
+        self._tickets = []
 
-    def submit(self, burst: Burst) -> Report:
+    def submit(self, burst):
         """Runs the burst at once; nobody knows before its report is collected."""
         assert len(self._tickets) < 2, "more than one burst ahead"
         self.bursts.append(burst)
@@ -157,18 +155,18 @@ class FakeDevice:
         self._tickets.append(self._report(burst))
         return self._tickets[-1]
 
-    def collect(self, ticket: Report) -> Report:
+    def collect(self, ticket):
         assert self._tickets.pop(0) is ticket, "collected out of order"
         return ticket
 
-    def save(self, index: int, request: Request) -> Any:
+    def save(self, index, request):
         assert not self._tickets, "saved while a burst runs"
         sequence = self.sequences[index]
         assert request is sequence.request
         assert request.params.mode == "paper"
         return list(sequence.filled)
 
-    def _admit(self, admission: Admission, window: int) -> None:
+    def _admit(self, admission, window):
         request, text = admission.request, admission.text.tolist()
         assert admission.index not in self.sequences
         assert 0 <= admission.num_cached < len(text)
@@ -185,12 +183,12 @@ class FakeDevice:
             self.admitted.append(request.number)
         self.sequences[admission.index] = sequence
 
-    def _check(self, burst: Burst) -> None:
+    def _check(self, burst):
         """Asserts that pages are there, and that nobody writes into another's."""
         size, count = self.sizes.page_size, self.sizes.num_sequences
         assert burst.max_forwards >= 0
         assert burst.until_finished.shape == (self.sizes.num_replicas,)
-        readers: dict[tuple[int, int], int] = {}
+        readers = {}
         for index in range(count * self.sizes.num_replicas):
             row, capacity = burst.page_table[index], int(burst.capacity[index])
             assert (row[: capacity // size] > 0).all()
@@ -214,7 +212,7 @@ class FakeDevice:
             assert len(set(ranks)) == len(ranks)
             assert set(ranks) <= set(planned)
 
-    def _forwards(self, burst: Burst) -> None:
+    def _forwards(self, burst):
         self.num_run = 0
         going = set(range(self.sizes.num_replicas))
         for _ in range(burst.max_forwards):
@@ -226,11 +224,11 @@ class FakeDevice:
             if self._random is not None and self._random.random() < 0.1:
                 break
 
-    def _finished_in(self, replica: int) -> int:
+    def _finished_in(self, replica):
         count = self.sizes.num_sequences
         return sum(one.finished for i, one in self.sequences.items() if i // count == replica)
 
-    def _forward(self, burst: Burst, replica: int) -> bool:
+    def _forward(self, burst, replica):
         """One forward of one replica; whether it had anything to do."""
         count, left, ran = self.sizes.num_sequences, burst.chunk_tokens, False
         own = [i for i in self.sequences if i // count == replica]
@@ -254,15 +252,13 @@ class FakeDevice:
             self._write(replica, row, range(start, sequence.n), sequence)
         return ran
 
-    def _read(self, replica: int, row: np.ndarray, sequence: FakeSequence) -> None:
+    def _read(self, replica, row, sequence):
         size = self.sizes.page_size
         place = np.arange(sequence.n)
         there = self._places[replica, row[place // size], place % size]
         assert there.tolist() == sequence.contexts[: sequence.n], "read what is not its own text"
 
-    def _write(
-        self, replica: int, row: np.ndarray, places: range, sequence: FakeSequence | None
-    ) -> None:
+    def _write(self, replica, row, places, sequence):
         """Writes keys and values, for good those of a sequence's text."""
         size = self.sizes.page_size
         for place in places:
@@ -271,11 +267,11 @@ class FakeDevice:
             final = NOT_FINAL if sequence is None else sequence.contexts[place]
             self._places[replica, page, place % size] = final
 
-    def _report(self, burst: Burst) -> Report:
+    def _report(self, burst):
         count = self.sizes.num_sequences * self.sizes.num_replicas
         numbers = np.zeros((5, count), np.int32)
         flags = np.zeros((2, count), bool)
-        tokens: list[NewTokens | None] = [None] * count
+        tokens = [None] * count
         for index, one in list(self.sequences.items()):
             numbers[:, index] = (one.n, one.num_output, one.num_forwards, one.num_instances, 0)
             flags[:, index] = (one.finished, one.stopped)
@@ -300,7 +296,7 @@ class FakeDevice:
         )
 
 
-def small_sizes(**changes: int) -> SchedulerSizes:
+def small_sizes(**changes):
     """Sizes for tests; by default ``max_pages`` holds the longest text."""
     sizes = SchedulerSizes(
         num_replicas=1,
@@ -317,7 +313,7 @@ def small_sizes(**changes: int) -> SchedulerSizes:
     return dataclasses.replace(sizes, max_pages=pages)
 
 
-def drain(scheduler: Any, events: list[Any] | None = None, *, steps: int = 10_000) -> list[Any]:
+def drain(scheduler, events=None, *, steps=10_000):
     """Steps until nothing is left to do; returns all events."""
     events = [] if events is None else events
     for _ in range(steps):
@@ -328,6 +324,6 @@ def drain(scheduler: Any, events: list[Any] | None = None, *, steps: int = 10_00
     raise AssertionError(f"not done after {steps} steps")
 
 
-def numbers_of(events: Sequence[Any], kind: type) -> list[int]:
+def numbers_of(events, kind):
     """The requests that had events of a kind, in their order."""
     return [event.number for event in events if isinstance(event, kind)]

@@ -1,10 +1,5 @@
 """A scheduler over a made-up device, and requests for it."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 from tests.wedlm_jax.engine.scheduling.fake_device import (
     FakeDevice,
     small_sizes,
@@ -17,25 +12,17 @@ from wedlm_jax.params import SamplingParams
 WINDOW = 3
 
 
-def new(window: int = WINDOW, **changes: int) -> tuple[Scheduler, FakeDevice]:
+def new(window=WINDOW, **changes):
     sizes = small_sizes(**changes)
     device = FakeDevice(sizes)
     return Scheduler(device, sizes, FixedWindows(window)), device
 
 
-def request(
-    number: int,
-    prompt: Sequence[int],
-    *,
-    max_tokens: int = 10,
-    mode: str = "ar",
-    window: int | None = None,
-    **options: Any,
-) -> Request:
+def request(number, prompt, *, max_tokens=10, mode="ar", window=None, **options):
     options = {"ignore_eos": True, **options}
     params = SamplingParams(max_tokens=max_tokens, mode=mode, **options)
     return Request(number, prompt, params, window)
 
 
-def results(events: Sequence[Any]) -> dict[int, Any]:
+def results(events):
     return {event.number: event.result for event in events if isinstance(event, Finished)}

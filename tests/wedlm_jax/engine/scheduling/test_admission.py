@@ -9,7 +9,6 @@ import pytest
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.scheduling.admission import (
     SHORTEST_REUSE,
-    AdmissionRound,
     Admitter,
     ArrivalQueue,
     common_length,
@@ -26,7 +25,7 @@ NUMBERS = count()
 class Queue:
     """A queue before some replicas; the window of every request is 0."""
 
-    def __init__(self, replicas: int = 1, sequences: int = 4, pages: int = 60):
+    def __init__(self, replicas=1, sequences=4, pages=60):
         self.replicas = [
             Replica(
                 number,
@@ -40,27 +39,27 @@ class Queue:
         self.waiting = ArrivalQueue()
         self.admitter = Admitter(self.replicas, FixedWindows(0))
 
-    def put(self, *tokens: int) -> SequenceState:
+    def put(self, *tokens):
         number = next(NUMBERS)
         request = Request(number, tokens, SamplingParams(max_tokens=40))
         sequence = SequenceState(request, number)
         self.waiting.put(sequence)
         return sequence
 
-    def admit(self) -> AdmissionRound:
+    def admit(self):
         turn = self.admitter.admit(self.waiting)
         for replica in self.replicas:
             replica.check()
         return turn
 
-    def compute(self, sequence: SequenceState, tokens: int) -> None:
+    def compute(self, sequence, tokens):
         """So many tokens of a running sequence are final."""
         replica = next(r for r in self.replicas if sequence in r.running)
         sequence.num_computed = tokens
         replica.store(sequence)
 
 
-def test_the_order_is_that_of_arrival_until_indices_run_out() -> None:
+def test_the_order_is_that_of_arrival_until_indices_run_out():
     queue = Queue(sequences=3)
     sequences = [queue.put(start, start) for start in range(5)]
     turn = queue.admit()
@@ -69,7 +68,7 @@ def test_the_order_is_that_of_arrival_until_indices_run_out() -> None:
     assert list(queue.waiting) == sequences[3:]
 
 
-def test_nobody_takes_pages_that_the_first_waits_for() -> None:
+def test_nobody_takes_pages_that_the_first_waits_for():
     queue = Queue(pages=11)
     first, large, small = queue.put(*range(20)), queue.put(*range(40, 63)), queue.put(1)
     turn = queue.admit()
@@ -80,7 +79,7 @@ def test_nobody_takes_pages_that_the_first_waits_for() -> None:
     assert queue.admit().admitted == [large, small]
 
 
-def test_pages_that_running_sequences_need_next_are_not_given_away() -> None:
+def test_pages_that_running_sequences_need_next_are_not_given_away():
     queue = Queue(pages=6)
     running = queue.put(*range(11))
     queue.admit()
@@ -101,7 +100,7 @@ def test_pages_that_running_sequences_need_next_are_not_given_away() -> None:
     assert queue.admit().admitted == []
 
 
-def test_pages_given_for_later_forwards_are_taken_back_for_who_waits() -> None:
+def test_pages_given_for_later_forwards_are_taken_back_for_who_waits():
     queue = Queue(pages=11)
     running = queue.put(*range(9))
     queue.admit()
@@ -112,7 +111,7 @@ def test_pages_given_for_later_forwards_are_taken_back_for_who_waits() -> None:
     assert queue.replicas[0].capacity(running) == 12
 
 
-def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
+def test_a_prefix_that_is_being_computed_is_waited_for():
     queue = Queue()
     prompt = range(SHORTEST_REUSE + 2 * PAGE + 1)
     maker, other = queue.put(*prompt), queue.put(*prompt)
@@ -126,13 +125,13 @@ def test_a_prefix_that_is_being_computed_is_waited_for() -> None:
     assert other.nodes == maker.nodes
 
 
-def test_a_short_prefix_is_not_waited_for() -> None:
+def test_a_short_prefix_is_not_waited_for():
     queue = Queue()
     sequences = [queue.put(*range(SHORTEST_REUSE - 1), 99 + tail, 1) for tail in range(2)]
     assert queue.admit().admitted == sequences
 
 
-def test_whoever_waits_for_a_prompt_is_passed_but_keeps_room() -> None:
+def test_whoever_waits_for_a_prompt_is_passed_but_keeps_room():
     queue = Queue(sequences=3)
     prompt = range(SHORTEST_REUSE + PAGE + 1)
     maker, other = queue.put(*prompt), queue.put(*prompt)
@@ -145,7 +144,7 @@ def test_whoever_waits_for_a_prompt_is_passed_but_keeps_room() -> None:
     assert queue.admit().admitted == [other]
 
 
-def test_nobody_waits_twice_for_the_same_request() -> None:
+def test_nobody_waits_twice_for_the_same_request():
     queue = Queue()
     prompt = range(SHORTEST_REUSE + PAGE + 1)
     maker, other = queue.put(*prompt), queue.put(*prompt)
@@ -155,7 +154,7 @@ def test_nobody_waits_twice_for_the_same_request() -> None:
     assert queue.admit().admitted == [maker, other]
 
 
-def test_who_goes_away_is_not_waited_for() -> None:
+def test_who_goes_away_is_not_waited_for():
     queue = Queue()
     prompt = range(SHORTEST_REUSE + PAGE + 1)
     maker, other = queue.put(*prompt), queue.put(*prompt)
@@ -164,14 +163,14 @@ def test_who_goes_away_is_not_waited_for() -> None:
     assert queue.admit().admitted == [other]
 
 
-def test_replicas_share_the_load() -> None:
+def test_replicas_share_the_load():
     queue = Queue(replicas=2)
     sequences = [queue.put(start, start) for start in range(4)]
     queue.admit()
     assert [sequence.index // 4 for sequence in sequences] == [0, 1, 0, 1]
 
 
-def test_the_replica_with_fewer_sequences_comes_first() -> None:
+def test_the_replica_with_fewer_sequences_comes_first():
     queue = Queue(replicas=2, sequences=8)
     placed = [(0, queue.put(1)), (0, queue.put(2)), (1, queue.put(*range(80)))]
     for number, sequence in placed:
@@ -183,7 +182,7 @@ def test_the_replica_with_fewer_sequences_comes_first() -> None:
     assert new.index // 8 == 1
 
 
-def test_a_request_goes_where_its_prefix_is() -> None:
+def test_a_request_goes_where_its_prefix_is():
     queue = Queue(replicas=2)
     first, second = queue.put(*range(9)), queue.put(*range(20, 29))
     queue.admit()
@@ -195,7 +194,7 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert again.num_computed == 8
 
 
-def test_a_prefix_does_not_overload_a_replica() -> None:
+def test_a_prefix_does_not_overload_a_replica():
     queue = Queue(replicas=2)
     first = queue.put(*range(9))
     queue.admit()
@@ -206,7 +205,7 @@ def test_a_prefix_does_not_overload_a_replica() -> None:
     assert places.count(0) == places.count(1) == 3
 
 
-def test_a_full_replica_does_not_hold_up_a_request() -> None:
+def test_a_full_replica_does_not_hold_up_a_request():
     queue = Queue(replicas=2, sequences=1)
     first = queue.put(*range(9))
     queue.admit()
@@ -226,5 +225,5 @@ def test_a_full_replica_does_not_hold_up_a_request() -> None:
         ([1], [2], 0, 0),
     ],
 )
-def test_common_length(one: list[int], other: list[int], limit: int, expected: int) -> None:
+def test_common_length(one, other, limit, expected):
     assert common_length(array("i", one), array("i", other), limit, 2) == expected

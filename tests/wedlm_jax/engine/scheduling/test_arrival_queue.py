@@ -8,15 +8,15 @@ from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 
-def arrivals(waiting: ArrivalQueue) -> list[int]:
+def arrivals(waiting):
     return [sequence.arrival for sequence in waiting]
 
 
-def new_sequence(arrival: int) -> SequenceState:
+def new_sequence(arrival):
     return SequenceState(Request(arrival, (1,), SamplingParams()), arrival)
 
 
-def test_who_is_put_back_gets_the_old_place() -> None:
+def test_who_is_put_back_gets_the_old_place():
     waiting = ArrivalQueue()
     sequences = [new_sequence(arrival) for arrival in range(6)]
     for sequence in sequences:
@@ -30,7 +30,7 @@ def test_who_is_put_back_gets_the_old_place() -> None:
     assert len(waiting) == 5
 
 
-def test_taking_out_while_looking_through() -> None:
+def test_taking_out_while_looking_through():
     waiting = ArrivalQueue()
     for arrival in range(5):
         waiting.put(new_sequence(arrival))
@@ -43,9 +43,9 @@ def test_taking_out_while_looking_through() -> None:
     assert arrivals(waiting) == [1, 3]
 
 
-def test_like_a_sorted_list_and_as_small() -> None:
+def test_like_a_sorted_list_and_as_small():
     waiting, reference, chance = ArrivalQueue(), dict[int, SequenceState](), random.Random(0)
-    out: list[SequenceState] = []
+    out = []
     for arrival in range(3000):
         reference[arrival] = new_sequence(arrival)
         waiting.put(reference[arrival])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -22,14 +20,14 @@ from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 
-def new_sequence(length: int = 9, *, window: int = 0, stop: str = "") -> SequenceState:
+def new_sequence(length=9, *, window=0, stop=""):
     params = SamplingParams(max_tokens=40, stop=(stop,) if stop else ())
     sequence = SequenceState(Request(0, range(length), params), 0)
     sequence.window = window
     return sequence
 
 
-def running_replica(*sequences: SequenceState, num_pages: int = 40) -> Replica:
+def running_replica(*sequences, num_pages=40):
     table = np.zeros((len(sequences), 40), np.int32)
     replica = Replica(
         0, num_sequences=len(sequences), num_pages=num_pages, page_size=4, table=table
@@ -58,9 +56,7 @@ def running_replica(*sequences: SequenceState, num_pages: int = 40) -> Replica:
         ({"soon": True, "num_waiting": 1}, (WAITING_FORWARDS, 4)),
     ],
 )
-def test_bursts_are_short_while_somebody_waits(
-    changes: dict[str, Any], expected: tuple[int, int]
-) -> None:
+def test_bursts_are_short_while_somebody_waits(changes, expected):
     usual = {
         "longest": 64,
         "prefill_forwards": 0,
@@ -82,9 +78,7 @@ def test_bursts_are_short_while_somebody_waits(
         ({"chunks": Chunks(0, 30)}, [1, 1, 1]),
     ],
 )
-def test_each_replica_ends_by_its_own_sequences(
-    changes: dict[str, Any], expected: list[int]
-) -> None:
+def test_each_replica_ends_by_its_own_sequences(changes, expected):
     running = [[new_sequence()] * count for count in (16, 3, 0)]
     usual = {"longest": 64, "prefill_forwards": 0, "chunks": Chunks(16)}
     waits = {"num_waiting": 0, "num_deferred": 0, "pages_are_short": False}
@@ -92,7 +86,7 @@ def test_each_replica_ends_by_its_own_sequences(
     assert length.until_finished == expected
 
 
-def test_a_text_that_may_stop_is_watched() -> None:
+def test_a_text_that_may_stop_is_watched():
     length = burst_length(
         [[new_sequence()], [new_sequence(stop="x")]],
         longest=64,
@@ -105,7 +99,7 @@ def test_a_text_that_may_stop_is_watched() -> None:
     assert length.forwards == WATCHED_FORWARDS
 
 
-def test_forwards_until_all_prompts_are_computed() -> None:
+def test_forwards_until_all_prompts_are_computed():
     one, two, ready = new_sequence(9), new_sequence(24), new_sequence(30)
     replica = running_replica(one, two, ready)
     one.num_computed, two.num_computed = 0, 8
@@ -117,7 +111,7 @@ def test_forwards_until_all_prompts_are_computed() -> None:
     assert prefill_forwards(replica, 16) == 0
 
 
-def test_pages_last_for_the_burst_where_there_are_enough() -> None:
+def test_pages_last_for_the_burst_where_there_are_enough():
     sequence = new_sequence(9)  # 8 computed, and a token a forward
     replica = running_replica(sequence)
     assert give_pages(replica, 16) == 16
@@ -125,14 +119,14 @@ def test_pages_last_for_the_burst_where_there_are_enough() -> None:
     replica.check()
 
 
-def test_no_pages_behind_the_last_token_that_may_come() -> None:
+def test_no_pages_behind_the_last_token_that_may_come():
     sequence = new_sequence(9)
     replica = running_replica(sequence)
     give_pages(replica, 1000)
     assert replica.capacity(sequence) == 52  # 9 + 40 tokens
 
 
-def test_all_get_pages_for_fewer_forwards_where_they_are_short() -> None:
+def test_all_get_pages_for_fewer_forwards_where_they_are_short():
     sequences = [new_sequence(9) for _ in range(3)]
     replica = running_replica(*sequences, num_pages=13)
     assert give_pages(replica, 64) == 8
@@ -140,7 +134,7 @@ def test_all_get_pages_for_fewer_forwards_where_they_are_short() -> None:
     replica.check()
 
 
-def test_pages_for_later_forwards_are_given_back_to_those_who_need_them_now() -> None:
+def test_pages_for_later_forwards_are_given_back_to_those_who_need_them_now():
     rich, poor = new_sequence(9), new_sequence(9)
     replica = running_replica(rich, poor, num_pages=9)
     replica.grow(rich, 20)
@@ -150,7 +144,7 @@ def test_pages_for_later_forwards_are_given_back_to_those_who_need_them_now() ->
     assert (replica.capacity(rich), replica.capacity(poor)) == (12, 16)
 
 
-def test_the_rate_is_learnt_from_the_sequence() -> None:
+def test_the_rate_is_learnt_from_the_sequence():
     sequence = new_sequence(9, window=8)
     assert expected_rate(sequence) == 3
     sequence.text.extend(range(20))

@@ -1,27 +1,25 @@
 """The tree against a slow reference: a set of texts that end with a page."""
 
-from __future__ import annotations
-
 from array import array
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from wedlm_jax.engine.scheduling.pages import Node, Pages, PrefixTree, page_key
+from wedlm_jax.engine.scheduling.pages import Pages, PrefixTree, page_key
 
 SIZE = 2
 
 
-def text_of(*tokens: int) -> array[int]:
+def text_of(*tokens):
     return array("i", tokens)
 
 
 class Reader:
     """A sequence that computes a text and puts it into the tree, as a replica would."""
 
-    def __init__(self, tree: PrefixTree, pages: Pages, text: array[int]):
+    def __init__(self, tree, pages, text):
         self.tree, self.pages = tree, pages
-        self.nodes: list[Node] = tree.match(text, len(text))
+        self.nodes = tree.match(text, len(text))
         self.reused = len(self.nodes)
         tree.hold(self.nodes)
         for start in range(SIZE * self.reused, len(text) - SIZE + 1, SIZE):
@@ -31,16 +29,16 @@ class Reader:
             above = self.nodes[-1] if self.nodes else None
             self.nodes.append(tree.add(above, page_key(text, start, SIZE), page))
 
-    def end(self) -> None:
+    def end(self):
         self.tree.let_go(self.nodes)
 
 
-def new_tree(num_pages: int = 20) -> tuple[PrefixTree, Pages]:
+def new_tree(num_pages=20):
     pages = Pages(num_pages, SIZE)
     return PrefixTree(pages), pages
 
 
-def test_full_pages_within_the_limit_match() -> None:
+def test_full_pages_within_the_limit_match():
     tree, pages = new_tree()
     reader = Reader(tree, pages, text_of(1, 2, 3, 4, 5))
     assert len(reader.nodes) == 2
@@ -52,7 +50,7 @@ def test_full_pages_within_the_limit_match() -> None:
     assert tree.match(text_of(3, 4), 2) == []  # the same page behind another text
 
 
-def test_the_same_text_takes_one_page() -> None:
+def test_the_same_text_takes_one_page():
     tree, pages = new_tree()
     text = text_of(1, 2, 3, 4)
     one = Reader(tree, pages, text)
@@ -64,7 +62,7 @@ def test_the_same_text_takes_one_page() -> None:
     assert tree.num_pages == 2
 
 
-def test_what_a_sequence_holds_is_never_evicted() -> None:
+def test_what_a_sequence_holds_is_never_evicted():
     tree, pages = new_tree()
     one, two = (Reader(tree, pages, text_of(1, 2, *tail)) for tail in ((3, 4), (5, 6)))
     one.end()
@@ -78,7 +76,7 @@ def test_what_a_sequence_holds_is_never_evicted() -> None:
     assert pages.num_free == pages.num_usable
 
 
-def test_the_least_recently_used_go_first_and_leaves_before_what_is_above() -> None:
+def test_the_least_recently_used_go_first_and_leaves_before_what_is_above():
     tree, pages = new_tree()
     old, new = text_of(1, 1, 2, 2), text_of(3, 3, 4, 4)
     for text in (old, new, old):
@@ -91,7 +89,7 @@ def test_the_least_recently_used_go_first_and_leaves_before_what_is_above() -> N
     assert len(tree.match(old, 4)) == 1
 
 
-def test_entries_do_not_pile_up_without_pressure() -> None:
+def test_entries_do_not_pile_up_without_pressure():
     tree, pages = new_tree()
     for turn in range(2000):
         Reader(tree, pages, text_of(1, 1, 2 + turn % 3, 2)).end()
@@ -101,10 +99,10 @@ def test_entries_do_not_pile_up_without_pressure() -> None:
 
 @given(st.data())
 @settings(max_examples=8 * settings.default.max_examples)
-def test_against_a_set_of_texts(data: st.DataObject) -> None:
+def test_against_a_set_of_texts(data):
     tree, pages = new_tree(7)
-    texts: set[tuple[int, ...]] = set()
-    readers: list[Reader] = []
+    texts = set()
+    readers = []
     for _ in range(data.draw(st.integers(1, 25))):
         tokens = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=6))
         text, held = text_of(*tokens), sum(len(reader.nodes) for reader in readers)
@@ -128,10 +126,10 @@ def test_against_a_set_of_texts(data: st.DataObject) -> None:
     assert pages.num_free == pages.num_usable
 
 
-def _texts(tree: PrefixTree) -> set[tuple[int, ...]]:
+def _texts(tree):
     """Every text that ends with a page of the tree."""
-    found: set[tuple[int, ...]] = set()
-    todo: list[tuple[Node, tuple[int, ...]]] = [(tree._root, ())]
+    found = set()
+    todo = [(tree._root, ())]
     while todo:
         node, above = todo.pop()
         for child in node.children.values():

@@ -14,19 +14,19 @@ from wedlm_jax.params import SamplingParams
 NUMBERS = count()
 
 
-def new_replica(*, num_pages: int = 12, number: int = 0, reuse: bool = True) -> Replica:
+def new_replica(*, num_pages=12, number=0, reuse=True):
     table = np.zeros((3, 10), np.int32)
     return Replica(
         number, num_sequences=3, num_pages=num_pages, page_size=4, table=table, reuse=reuse
     )
 
 
-def new_sequence(*tokens: int) -> SequenceState:
+def new_sequence(*tokens):
     number = next(NUMBERS)
     return SequenceState(Request(number, tokens, SamplingParams(max_tokens=8)), number)
 
 
-def test_admission_shares_what_is_cached_and_takes_the_rest() -> None:
+def test_admission_shares_what_is_cached_and_takes_the_rest():
     replica = new_replica(number=2)
     one = new_sequence(*range(10))
     replica.admit(one, replica.cached(one), 13)
@@ -46,7 +46,7 @@ def test_admission_shares_what_is_cached_and_takes_the_rest() -> None:
     replica.check()
 
 
-def test_never_all_of_a_text_is_reused() -> None:
+def test_never_all_of_a_text_is_reused():
     replica = new_replica()
     one = new_sequence(*range(8))
     replica.admit(one, [], 9)
@@ -56,7 +56,7 @@ def test_never_all_of_a_text_is_reused() -> None:
     assert len(replica.cached(new_sequence(*range(9)))) == 2
 
 
-def test_only_what_is_final_is_stored() -> None:
+def test_only_what_is_final_is_stored():
     replica = new_replica()
     one = new_sequence(*range(12))
     replica.admit(one, [], 13)
@@ -67,7 +67,7 @@ def test_only_what_is_final_is_stored() -> None:
         replica.check()
 
 
-def test_who_computed_the_same_goes_on_with_the_page_of_the_tree() -> None:
+def test_who_computed_the_same_goes_on_with_the_page_of_the_tree():
     replica = new_replica()
     one, two = new_sequence(*range(9)), new_sequence(*range(9))
     for sequence in (one, two):
@@ -82,7 +82,7 @@ def test_who_computed_the_same_goes_on_with_the_page_of_the_tree() -> None:
     replica.check()
 
 
-def test_growing_evicts_prefixes_and_trimming_gives_back() -> None:
+def test_growing_evicts_prefixes_and_trimming_gives_back():
     replica = new_replica(num_pages=5)
     one = new_sequence(*range(9))
     replica.admit(one, [], 9)
@@ -105,7 +105,7 @@ def test_growing_evicts_prefixes_and_trimming_gives_back() -> None:
     replica.check()
 
 
-def test_a_trim_keeps_what_others_may_read() -> None:
+def test_a_trim_keeps_what_others_may_read():
     replica = new_replica()
     one = new_sequence(*range(9))
     replica.admit(one, [], 16)
@@ -116,7 +116,7 @@ def test_a_trim_keeps_what_others_may_read() -> None:
     replica.check()
 
 
-def test_a_removed_sequence_leaves_its_index_and_its_prefix() -> None:
+def test_a_removed_sequence_leaves_its_index_and_its_prefix():
     replica = new_replica()
     sequences = [new_sequence(*range(start, start + 9)) for start in (0, 100, 200)]
     for sequence in sequences:
@@ -134,7 +134,7 @@ def test_a_removed_sequence_leaves_its_index_and_its_prefix() -> None:
     assert again.index == 1
 
 
-def test_running_sequences_stand_in_order_of_arrival() -> None:
+def test_running_sequences_stand_in_order_of_arrival():
     replica = new_replica()
     first, second, third = (new_sequence(1, 2) for _ in range(3))
     for sequence in (second, third, first):
@@ -142,7 +142,7 @@ def test_running_sequences_stand_in_order_of_arrival() -> None:
     assert replica.running == [first, second, third]
 
 
-def test_without_reuse_nothing_is_kept() -> None:
+def test_without_reuse_nothing_is_kept():
     replica = new_replica(reuse=False)
     one = new_sequence(*range(9))
     replica.admit(one, replica.cached(one), 9)
@@ -154,7 +154,7 @@ def test_without_reuse_nothing_is_kept() -> None:
     assert replica.cached(new_sequence(*range(9))) == []
 
 
-def test_check_finds_what_is_wrong() -> None:
+def test_check_finds_what_is_wrong():
     replica = new_replica()
     one, two = new_sequence(*range(5)), new_sequence(*range(5))
     for sequence in (one, two):

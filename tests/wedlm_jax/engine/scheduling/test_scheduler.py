@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +18,8 @@ from tests.wedlm_jax.engine.scheduling.scheduler_examples import (
     request,
     results,
 )
-from wedlm_jax.engine.interface import Burst, Failed, Finished, NewTokens, Report, TokenDelta
+from wedlm_jax.engine.interface import Failed, Finished, NewTokens, TokenDelta
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.scheduling.sequence import SequenceState
-from wedlm_jax.engine.settings import SchedulerSizes
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 
@@ -31,7 +27,7 @@ from wedlm_jax.errors import InputError
 
 
 @pytest.mark.parametrize("mode", ["ar", "verified", "paper"])
-def test_a_result_is_that_of_the_sequence_alone(mode: str) -> None:
+def test_a_result_is_that_of_the_sequence_alone(mode):
     scheduler, _ = new()
     one = request(7, [1, 2, 3], max_tokens=20, mode=mode)
     events = drain(scheduler, scheduler.step([one]))
@@ -45,7 +41,7 @@ def test_a_result_is_that_of_the_sequence_alone(mode: str) -> None:
     assert result.num_cached_tokens == 0
 
 
-def test_deltas_add_up_to_the_result() -> None:
+def test_deltas_add_up_to_the_result():
     scheduler, _ = new(longest_burst=3)
     events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=12)]))
     deltas = [event for event in events if isinstance(event, TokenDelta)]
@@ -58,7 +54,7 @@ def test_deltas_add_up_to_the_result() -> None:
     assert [at for delta in deltas for at in delta.forwards_at] == result.forwards_at
 
 
-def test_deltas_of_two_steps_are_one() -> None:
+def test_deltas_of_two_steps_are_one():
     scheduler, _ = new(longest_burst=3)
     events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=6, logprobs=0)]))
     first, second = (event for event in events if isinstance(event, TokenDelta))
@@ -71,7 +67,7 @@ def test_deltas_of_two_steps_are_one() -> None:
     assert first.followed_by(second) == expected
 
 
-def test_the_next_burst_runs_while_the_caller_has_the_events_of_the_last() -> None:
+def test_the_next_burst_runs_while_the_caller_has_the_events_of_the_last():
     scheduler, device = new(longest_burst=3)
     one = request(1, [5], max_tokens=9)
     steps = [scheduler.step([one], ahead=True), *(scheduler.step(ahead=True) for _ in range(2))]
@@ -82,20 +78,20 @@ def test_the_next_burst_runs_while_the_caller_has_the_events_of_the_last() -> No
     assert not scheduler.has_work
 
 
-def test_nothing_is_planned_ahead_of_a_free_place() -> None:
+def test_nothing_is_planned_ahead_of_a_free_place():
     """A place that a burst frees would stay empty for the whole of the next one."""
     scheduler, device = new(num_sequences=1, longest_burst=2)
     events = scheduler.step([request(n, [5], max_tokens=4) for n in range(2)], ahead=True)
     assert len(numbers_of(events, TokenDelta)) == len(device.bursts) == 1
 
 
-def test_a_burst_in_flight_is_over_before_a_grammar_is_asked() -> None:
+def test_a_burst_in_flight_is_over_before_a_grammar_is_asked():
     scheduler, _ = new(longest_burst=2)
     events = scheduler.step([request(1, [5], regex="a+", ignore_eos=False)], ahead=True)
     assert numbers_of(events, TokenDelta) == [1]
 
 
-def test_what_was_aborted_in_flight_says_nothing_even_if_its_place_is_taken() -> None:
+def test_what_was_aborted_in_flight_says_nothing_even_if_its_place_is_taken():
     scheduler, device = new(num_sequences=1, longest_burst=2)
     scheduler.step([request(1, [5], max_tokens=40)], ahead=True)
     events = scheduler.step([request(2, [7], max_tokens=40)], aborted=[1], ahead=True)
@@ -105,7 +101,7 @@ def test_what_was_aborted_in_flight_says_nothing_even_if_its_place_is_taken() ->
     assert results(events)[2].token_ids == decode_alone(request(2, [7], max_tokens=40), 0)[0]
 
 
-def test_a_stop_token_ends_a_sequence() -> None:
+def test_a_stop_token_ends_a_sequence():
     scheduler, _ = new()
     many = [request(i, [i + 1], max_tokens=60, ignore_eos=False) for i in range(12)]
     ended = results(drain(scheduler, scheduler.step(many)))
@@ -115,7 +111,7 @@ def test_a_stop_token_ends_a_sequence() -> None:
         assert reasons[one.number] == decode_alone(one, 0)[1]
 
 
-def test_prompts_may_be_arrays() -> None:
+def test_prompts_may_be_arrays():
     scheduler, _ = new()
     prompts = [[5, 6, 7], np.array([5, 6, 7]), range(5, 8)]
     many = [request(i, prompt) for i, prompt in enumerate(prompts)]
@@ -123,7 +119,7 @@ def test_prompts_may_be_arrays() -> None:
     assert ended[0].token_ids == ended[1].token_ids == ended[2].token_ids
 
 
-def test_a_window_of_its_own() -> None:
+def test_a_window_of_its_own():
     scheduler, device = new()
     modes = [("paper", None), ("paper", 2), ("ar", 2), ("verified", 0)]
     requests = [request(i, [9], mode=mode, window=w) for i, (mode, w) in enumerate(modes)]
@@ -139,9 +135,7 @@ def test_a_window_of_its_own() -> None:
         ([1] * 70, 20, "need a cache of 96 tokens with their window, and it has 92"),
     ],
 )
-def test_what_could_never_be_decoded_is_refused(
-    prompt: list[int], max_tokens: int, message: str
-) -> None:
+def test_what_could_never_be_decoded_is_refused(prompt, max_tokens, message):
     scheduler, device = new(num_pages=24)
     bad = request(1, prompt, max_tokens=max_tokens, mode="paper")
     events = scheduler.step([bad, request(2, [1, 2])])
@@ -153,20 +147,20 @@ def test_what_could_never_be_decoded_is_refused(
     assert device.admitted == [2]
 
 
-def test_the_longest_that_fits_is_decoded() -> None:
+def test_the_longest_that_fits_is_decoded():
     scheduler, _ = new(num_pages=24)
     events = drain(scheduler, scheduler.step([request(1, [1] * 66, max_tokens=20, mode="paper")]))
     assert len(results(events)[1].token_ids) == 20
 
 
-def test_a_number_is_under_way_once() -> None:
+def test_a_number_is_under_way_once():
     scheduler, _ = new(longest_burst=1)
     scheduler.step([request(1, [1])])
     with pytest.raises(ValueError, match="request 1 is running or waiting already"):
         scheduler.step([request(1, [2])])
 
 
-def test_an_idle_step_does_nothing() -> None:
+def test_an_idle_step_does_nothing():
     scheduler, device = new()
     assert scheduler.step() == []
     assert scheduler.step([], [5]) == []
@@ -176,7 +170,7 @@ def test_an_idle_step_does_nothing() -> None:
 # --- aborts and errors --------------------------------------------------------------------
 
 
-def test_an_abort_frees_pages_at_once_and_nothing_more_is_heard() -> None:
+def test_an_abort_frees_pages_at_once_and_nothing_more_is_heard():
     scheduler, device = new(longest_burst=1)
     scheduler.step([request(1, range(20)), request(2, [1])])
     used = scheduler.counters.pages_used
@@ -186,7 +180,7 @@ def test_an_abort_frees_pages_at_once_and_nothing_more_is_heard() -> None:
     assert 1 not in [event.number for event in drain(scheduler, events)]
 
 
-def test_who_waits_may_be_aborted_too() -> None:
+def test_who_waits_may_be_aborted_too():
     scheduler, device = new(num_sequences=1, longest_burst=1)
     scheduler.step([request(1, [1]), request(2, [2])])
     events = scheduler.step([request(3, [3]), request(4, [])], [2, 3, 4])
@@ -195,7 +189,7 @@ def test_who_waits_may_be_aborted_too() -> None:
     assert not numbers_of(events, Failed)
 
 
-def test_an_index_is_used_again_right_after_an_abort() -> None:
+def test_an_index_is_used_again_right_after_an_abort():
     scheduler, device = new(num_sequences=1, longest_burst=1)
     scheduler.step([request(1, range(20)), request(2, range(20))])
     scheduler.step([], [1])
@@ -203,7 +197,7 @@ def test_an_index_is_used_again_right_after_an_abort() -> None:
     assert [admission.index for admission in device.bursts[-1].admissions] == [0]
 
 
-def test_the_last_one_aborted_is_released_with_the_next_burst() -> None:
+def test_the_last_one_aborted_is_released_with_the_next_burst():
     scheduler, device = new(longest_burst=1)
     scheduler.step([request(1, [1])])
     assert scheduler.step([], [1]) == []
@@ -216,20 +210,20 @@ def test_the_last_one_aborted_is_released_with_the_next_burst() -> None:
 class FaultyDevice(FakeDevice):
     """A device whose reports can be changed."""
 
-    def __init__(self, sizes: SchedulerSizes, changes: dict[str, Any]):
+    def __init__(self, sizes, changes):
         super().__init__(sizes)
         self.changes = changes
 
-    def collect(self, ticket: Report) -> Report:
+    def collect(self, ticket):
         return dataclasses.replace(super().collect(ticket), **self.changes)
 
 
-def faulty(**changes: Any) -> Scheduler:
+def faulty(**changes):
     sizes = small_sizes(longest_burst=1)
     return Scheduler(FaultyDevice(sizes, changes), sizes, FixedWindows(0))
 
 
-def test_an_error_ends_its_sequence_alone() -> None:
+def test_an_error_ends_its_sequence_alone():
     scheduler = faulty(errors={0: ValueError("not a number")})
     events = scheduler.step([request(1, range(9)), request(2, range(9))])
     assert [event.number for event in events if isinstance(event, Failed)] == [1]
@@ -248,13 +242,13 @@ def test_an_error_ends_its_sequence_alone() -> None:
         {"tokens": [NewTokens([1, 2], [1, 1], [1, 1]), None, None, None]},
     ],
 )
-def test_a_report_that_cannot_be_true(changes: dict[str, Any]) -> None:
+def test_a_report_that_cannot_be_true(changes):
     scheduler = faulty(**changes)
     with pytest.raises(RuntimeError, match="request 1: the device says"):
         scheduler.step([request(1, [1, 2])])
 
 
-def test_a_device_that_does_nothing_is_not_asked_for_ever() -> None:
+def test_a_device_that_does_nothing_is_not_asked_for_ever():
     nothing = np.zeros(4, np.int32)
     scheduler = faulty(
         num_computed=nothing, num_output=nothing, num_forwards=nothing, tokens=[None] * 4
@@ -266,7 +260,7 @@ def test_a_device_that_does_nothing_is_not_asked_for_ever() -> None:
 # --- bursts -------------------------------------------------------------------------------
 
 
-def test_bursts_end_when_somebody_who_waits_may_begin() -> None:
+def test_bursts_end_when_somebody_who_waits_may_begin():
     scheduler, device = new(num_sequences=2, longest_burst=64)
     scheduler.step([request(0, [1], max_tokens=5), request(1, [2], max_tokens=50)])
     assert device.bursts[-1].until_finished.tolist() == [2]
@@ -277,7 +271,7 @@ def test_bursts_end_when_somebody_who_waits_may_begin() -> None:
     assert device.admitted == [0, 1, 2]
 
 
-def test_prompts_are_computed_in_order_of_arrival() -> None:
+def test_prompts_are_computed_in_order_of_arrival():
     scheduler, device = new(longest_burst=1)
     scheduler.step([request(0, [1, 2], max_tokens=3), request(1, [3] * 60, max_tokens=20)])
     while 0 in scheduler._sequences:
@@ -288,7 +282,7 @@ def test_prompts_are_computed_in_order_of_arrival() -> None:
     assert burst.arrival[0] > burst.arrival[1]
 
 
-def test_a_caller_may_ask_for_fewer_forwards_or_none() -> None:
+def test_a_caller_may_ask_for_fewer_forwards_or_none():
     scheduler, device = new()
     assert scheduler.step([request(1, [5]), request(2, [6])], max_forwards=0) == []
     assert len(device.sequences) == 2
@@ -300,7 +294,7 @@ def test_a_caller_may_ask_for_fewer_forwards_or_none() -> None:
     assert scheduler.index_of(1) is None
 
 
-def test_replicas_have_pages_of_their_own() -> None:
+def test_replicas_have_pages_of_their_own():
     scheduler, device = new(num_replicas=2)
     many = [request(i, [i + 1] * 9, max_tokens=12, mode="paper") for i in range(10)]
     events = drain(scheduler, scheduler.step(many))
@@ -311,17 +305,11 @@ def test_replicas_have_pages_of_their_own() -> None:
         assert results(events)[one.number].token_ids == decode_alone(one, WINDOW)[0]
 
 
-def test_windows_learn_from_bursts() -> None:
-    seen: list[tuple[list[int], Burst, Report, float | None]] = []
+def test_windows_learn_from_bursts():
+    seen = []
 
     class Watching(FixedWindows):
-        def observe(
-            self,
-            running: Sequence[SequenceState],
-            burst: Burst,
-            report: Report,
-            seconds: float | None,
-        ) -> None:
+        def observe(self, running, burst, report, seconds):
             seen.append(([one.num_output for one in running], burst, report, seconds))
 
     sizes = small_sizes()

@@ -1,10 +1,6 @@
 """Requests come, go and share prefixes while pages run out: nothing may be lost or mixed up."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
-from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -24,7 +20,6 @@ from tests.wedlm_jax.engine.scheduling.fake_device import (
 )
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
@@ -38,11 +33,11 @@ MODES = ("paper", "verified", "ar")
 class ShiftingWindows(FixedWindows):
     """Windows of mode "verified" change from burst to burst, as the speed would have it."""
 
-    def __init__(self, window: int, seed: int):
+    def __init__(self, window, seed):
         super().__init__(window)
         self._random = random.Random(seed)
 
-    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+    def choose(self, running):
         widest = super().choose(running)
         return [
             self._random.randint(0, most) if one.request.params.mode == "verified" else most
@@ -64,16 +59,7 @@ class Machine(RuleBasedStateMachine):
         reuse=st.booleans() | st.just(True),
         seed=st.integers(0, 99),
     )
-    def begin(
-        self,
-        replicas: int,
-        sequences: int,
-        pages: int,
-        chunk: int,
-        burst: int,
-        reuse: bool,
-        seed: int,
-    ) -> None:
+    def begin(self, replicas, sequences, pages, chunk, burst, reuse, seed):
         sizes = small_sizes(
             num_replicas=replicas,
             num_sequences=sequences,
@@ -86,9 +72,9 @@ class Machine(RuleBasedStateMachine):
         windows = ShiftingWindows(WINDOW, seed)
         self.scheduler = Scheduler(self.device, sizes, windows, reuse_prefixes=reuse)
         self.num_replicas = replicas
-        self.submitted: list[Request] = []
-        self.live: dict[int, Request] = {}
-        self.tokens: dict[int, list[int]] = {}
+        self.submitted = []
+        self.live = {}
+        self.tokens = {}
 
     @rule(
         target=requests,
@@ -100,16 +86,7 @@ class Machine(RuleBasedStateMachine):
         copies=st.integers(1, 3),
         seed=st.integers(0, 5),
     )
-    def submit(
-        self,
-        stem: int,
-        shared: int,
-        tail: list[int],
-        max_tokens: int,
-        mode: str,
-        copies: int,
-        seed: int,
-    ) -> Any:
+    def submit(self, stem, shared, tail, max_tokens, mode, copies, seed):
         prompt = STEMS[stem][: min(shared, LONGEST - max_tokens - len(tail))] + tail
         made = []
         for copy in range(copies):
@@ -123,7 +100,7 @@ class Machine(RuleBasedStateMachine):
         return multiple(*(request.number for request in made))
 
     @rule(length=st.integers(LONGEST + 1, 2 * LONGEST))
-    def submit_too_long(self, length: int) -> None:
+    def submit_too_long(self, length):
         number = len(self.tokens)
         self.tokens[number] = []
         request = Request(number, [1] * length, SamplingParams(max_tokens=1))
@@ -134,19 +111,19 @@ class Machine(RuleBasedStateMachine):
         self.take(events[1:])
 
     @rule(number=requests, ahead=st.booleans())
-    def abort(self, number: int, ahead: bool) -> None:
+    def abort(self, number, ahead):
         """Also of those that are done, or not yet handed over."""
         self.live.pop(number, None)
         submitted, self.submitted = self.submitted, []
         self.take(self.scheduler.step(submitted, [number], ahead=ahead))
 
     @rule(times=st.integers(1, 4), ahead=st.booleans())
-    def step(self, times: int, ahead: bool) -> None:
+    def step(self, times, ahead):
         for _ in range(times):
             submitted, self.submitted = self.submitted, []
             self.take(self.scheduler.step(submitted, ahead=ahead))
 
-    def take(self, events: Sequence[Any]) -> None:
+    def take(self, events):
         for event in events:
             assert event.number in self.live, "an event of a request that is over"
             if isinstance(event, TokenDelta):
@@ -156,7 +133,7 @@ class Machine(RuleBasedStateMachine):
                 assert isinstance(event, Finished)
                 self.check_result(self.live.pop(event.number), event)
 
-    def check_result(self, request: Request, event: Finished) -> None:
+    def check_result(self, request, event):
         result = event.result
         widest = FixedWindows(WINDOW).widest(request)
         tokens, reason, forwards, instances = decode_alone(request, widest)
@@ -168,7 +145,7 @@ class Machine(RuleBasedStateMachine):
         assert len(result.instances_at) == len(tokens)
 
     @invariant()
-    def nothing_is_lost(self) -> None:
+    def nothing_is_lost(self):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_accounts()
@@ -176,7 +153,7 @@ class Machine(RuleBasedStateMachine):
         assert self.scheduler._sequences.keys() == known
 
     @invariant()
-    def first_come_first_served(self) -> None:
+    def first_come_first_served(self):
         """Nobody overtakes, but for those who pass one that waits for a prompt; nor is anyone put
         back while a younger one goes on beside it."""
         if not hasattr(self, "scheduler"):
@@ -187,7 +164,7 @@ class Machine(RuleBasedStateMachine):
             for running in self.scheduler._running:
                 assert running.arrival < waiting.arrival
 
-    def teardown(self) -> None:
+    def teardown(self):
         """Whatever is left is done within as many steps as it has tokens: waiting is bounded."""
         if not hasattr(self, "scheduler"):
             return

@@ -1,9 +1,5 @@
 """The scheduler's pages: prefixes that stay, and what happens when there are too few."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
@@ -26,7 +22,7 @@ from wedlm_jax.engine.windows.choice import FixedWindows
 # --- prefixes -----------------------------------------------------------------------------
 
 
-def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone() -> None:
+def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone():
     scheduler, device = new()
     first = request(1, range(1, 22), max_tokens=17)
     answer = results(drain(scheduler, scheduler.step([first])))[1].token_ids
@@ -39,7 +35,7 @@ def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone() -> No
     assert scheduler.counters.prompt_tokens == 21 + 41 - 36
 
 
-def test_samples_share_the_pages_of_their_prompt() -> None:
+def test_samples_share_the_pages_of_their_prompt():
     scheduler, device = new(longest_burst=1, chunk_tokens=64)
     samples = [request(i, range(42), seed=i, temperature=1.0) for i in range(4)]
     scheduler.step(samples)
@@ -54,7 +50,7 @@ def test_samples_share_the_pages_of_their_prompt() -> None:
     assert [ended[i].num_cached_tokens for i in range(4)] == [0, 40, 40, 40]
 
 
-def test_prompts_that_are_computed_together_are_kept_once() -> None:
+def test_prompts_that_are_computed_together_are_kept_once():
     scheduler, device = new(longest_burst=2, chunk_tokens=64)
     scheduler.step([request(i, range(20)) for i in range(3)])
     assert len(device.sequences) == 3  # too short to wait for
@@ -63,7 +59,7 @@ def test_prompts_that_are_computed_together_are_kept_once() -> None:
     assert (tables == tables[0]).all()
 
 
-def test_old_prefixes_make_way() -> None:
+def test_old_prefixes_make_way():
     scheduler, _ = new(num_pages=30)
     for number in range(8):
         drain(scheduler, scheduler.step([request(number, range(50 * number, 50 * number + 40))]))
@@ -74,7 +70,7 @@ def test_old_prefixes_make_way() -> None:
     assert counters.pages_cached + counters.pages_free == counters.pages == 29
 
 
-def test_other_weights_forget_all_prefixes() -> None:
+def test_other_weights_forget_all_prefixes():
     scheduler, _ = new(longest_burst=1)
     events = scheduler.step([request(1, range(20))])
     with pytest.raises(RuntimeError, match="while no request runs or waits"):
@@ -90,7 +86,7 @@ def test_other_weights_forget_all_prefixes() -> None:
 
 
 @pytest.mark.parametrize("mode", ["ar", "verified", "paper"])
-def test_the_youngest_is_put_back_and_goes_on_with_the_same_tokens(mode: str) -> None:
+def test_the_youngest_is_put_back_and_goes_on_with_the_same_tokens(mode):
     scheduler, device = new(num_pages=26, max_model_len=80)
     many = [request(i, [i + 1] * 9, max_tokens=60, mode=mode) for i in range(4)]
     ended = results(drain(scheduler, scheduler.step(many)))
@@ -105,7 +101,7 @@ def test_the_youngest_is_put_back_and_goes_on_with_the_same_tokens(mode: str) ->
     assert next(iter(ended)) == 0  # the oldest is never put back
 
 
-def test_pages_for_later_forwards_are_taken_back_before_anybody_is_put_back() -> None:
+def test_pages_for_later_forwards_are_taken_back_before_anybody_is_put_back():
     scheduler, _ = new(num_pages=30, max_model_len=80, longest_burst=64)
     rich, poor = request(0, [1] * 9, max_tokens=60), request(1, [2] * 9, max_tokens=60)
     scheduler.step([rich, poor])
@@ -127,12 +123,12 @@ class Widening(FixedWindows):
 
     is_wide = False
 
-    def choose(self, running: Sequence[SequenceState]) -> Sequence[int]:
+    def choose(self, running):
         widest = super().choose(running)
         return widest if self.is_wide else [0] * len(widest)
 
 
-def test_who_would_begin_waits_where_windows_widen_instead() -> None:
+def test_who_would_begin_waits_where_windows_widen_instead():
     sizes = small_sizes(num_pages=13, max_model_len=40, longest_burst=1)
     windows, device = Widening(8), FakeDevice(sizes)
     scheduler = Scheduler(device, sizes, windows)
@@ -151,14 +147,14 @@ def test_who_would_begin_waits_where_windows_widen_instead() -> None:
         assert ended[one.number].token_ids == decode_alone(one, 8 if one.window is None else 0)[0]
 
 
-def test_more_requests_than_places_are_served_in_their_order() -> None:
+def test_more_requests_than_places_are_served_in_their_order():
     scheduler, device = new(num_sequences=2)
     many = [request(i, [i] * 5, max_tokens=3 + i % 4) for i in range(9)]
     drain(scheduler, scheduler.step(many))
     assert device.admitted == list(range(9))
 
 
-def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
+def test_a_long_prompt_is_not_overtaken_for_ever():
     scheduler, device = new(num_pages=26, longest_burst=2)
     scheduler.step([request(0, [1, 2, 3], max_tokens=40)])
     scheduler.step([request(1, range(80), max_tokens=10)])
@@ -171,7 +167,7 @@ def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
     drain(scheduler)
 
 
-def test_while_somebody_waits_for_pages_they_hold_tokens() -> None:
+def test_while_somebody_waits_for_pages_they_hold_tokens():
     scheduler, _ = new(
         window=8,
         num_sequences=32,
@@ -197,7 +193,7 @@ def test_while_somebody_waits_for_pages_they_hold_tokens() -> None:
     drain(scheduler)
 
 
-def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends() -> None:
+def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends():
     """A burst may commit far more than sequences have committed on average, up to its pages."""
     one = SequenceState(request(1, [5] * 10, max_tokens=90, mode="verified"), arrival=0)
     one.window, one.num_computed = WINDOW, 9
@@ -211,7 +207,7 @@ def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends() -
     assert one.room_needed == one.longest_room
 
 
-def test_pages_that_are_short_for_a_burst_after_the_last_are_not_missed() -> None:
+def test_pages_that_are_short_for_a_burst_after_the_last_are_not_missed():
     """The burst in flight may finish all there is, where planning the next one lacks pages."""
     scheduler, _ = new(num_sequences=2, num_pages=9, longest_burst=2, max_model_len=40)
     options = {"max_tokens": 6, "mode": "verified"}

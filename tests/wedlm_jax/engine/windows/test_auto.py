@@ -1,9 +1,6 @@
 """Chosen windows against every fixed width, on made-up texts and devices: never much slower than
 none, and nearly as fast as the best."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -29,7 +26,7 @@ from wedlm_jax.params import SamplingParams
 
 WIDTHS = (0, 2, 4, 8, 16)
 DEVICES = {"cpu": CPU_COSTS, "tpu": TPU_COSTS}
-TEXTS: dict[str, tuple[Text, ...]] = {
+TEXTS = {
     "low entropy": (LOW_ENTROPY,),
     "reasoning": (REASONING,),
     "prose": (PROSE,),
@@ -41,12 +38,12 @@ WINDOWLESS = 0.85
 """What a forward of the program without windows costs against one with."""
 
 
-def scripts(texts: Sequence[Text], count: int, seed: int) -> list[Script]:
+def scripts(texts, count, seed):
     rng = np.random.default_rng(seed)
     return [Script(texts[i % len(texts)], rng) for i in range(count)]
 
 
-def changing(count: int, seed: int) -> list[Script]:
+def changing(count, seed):
     """Texts of one kind for a while, then of another, and back."""
     kinds = (LOW_ENTROPY, HARD, REASONING, PROSE)
     return [
@@ -56,17 +53,17 @@ def changing(count: int, seed: int) -> list[Script]:
     ]
 
 
-def noise(seed: int) -> Callable[[float], float]:
+def noise(seed):
     """Other work on the machine: a quarter more or less, and now and then ten times as much."""
     rng = np.random.default_rng(seed)
     return lambda seconds: seconds * rng.uniform(0.8, 1.25) * (10 if rng.random() < 0.02 else 1)
 
 
-def quiet(seconds: float) -> float:
+def quiet(seconds):
     return seconds
 
 
-def table(device: str, wrong: float = 0.0, seed: int = 0) -> CostTable:
+def table(device, wrong=0.0, seed=0):
     """What a device costs, each size off by a factor of up to exp(``wrong``)."""
     costs, rng = DEVICES[device], np.random.default_rng(seed)
     sizes = sorted(costs)
@@ -74,9 +71,7 @@ def table(device: str, wrong: float = 0.0, seed: int = 0) -> CostTable:
     return CostTable(sizes, [costs[s] / 1000 * e for s, e in zip(sizes, errors, strict=True)])
 
 
-def decode(
-    windows: FixedWindows, device: str, sequences: int, *works: list[Script], **options: object
-) -> float:
+def decode(windows, device, sequences, *works, **options):
     """Decodes one work after the other; returns the speed of the last."""
     simulation = Simulation(
         windows,
@@ -89,7 +84,7 @@ def decode(
 
 
 @cache
-def fixed_speeds(device: str, sequences: int, text: str, mode: str) -> dict[int, float]:
+def fixed_speeds(device, sequences, text, mode):
     """Tokens a second of each width."""
     work = scripts(TEXTS[text], COUNT[sequences], 1)
     return {
@@ -97,16 +92,7 @@ def fixed_speeds(device: str, sequences: int, text: str, mode: str) -> dict[int,
     }
 
 
-def speed(
-    device: str,
-    sequences: int,
-    text: str,
-    *,
-    mode: str = "verified",
-    wrong: float = 0.3,
-    seed: int = 0,
-    worsen: Callable[[float], float] | None = None,
-) -> float:
+def speed(device, sequences, text, *, mode="verified", wrong=0.3, seed=0, worsen=None):
     """Speed with chosen windows, when other texts like these were decoded before."""
     windows = AutoWindows(16, sequences, table(device, wrong, seed))
     before = scripts(TEXTS[text], COUNT[sequences], 100 + seed)
@@ -121,9 +107,7 @@ SOME_SEQUENCES = [1, 8, pytest.param(32, marks=pytest.mark.full),
 
 @pytest.mark.parametrize("sequences", SOME_SEQUENCES)
 @pytest.mark.parametrize("text", TEXTS)
-def test_never_slower_than_without_and_nearly_as_fast_as_the_best(
-    sequences: int, text: str
-) -> None:
+def test_never_slower_than_without_and_nearly_as_fast_as_the_best(sequences, text):
     """With tables that are wrong by 30 % at every size, on a machine that does other work."""
     for device in DEVICES:
         fixed = fixed_speeds(device, sequences, text, "verified")
@@ -135,7 +119,7 @@ def test_never_slower_than_without_and_nearly_as_fast_as_the_best(
 
 
 @pytest.mark.parametrize("sequences", SOME_SEQUENCES)
-def test_nor_where_texts_change(sequences: int) -> None:
+def test_nor_where_texts_change(sequences):
     work = changing(COUNT[sequences] * 2, 1)
     for device in DEVICES:
         plain = decode(FixedWindows(0), device, sequences, work)
@@ -146,7 +130,7 @@ def test_nor_where_texts_change(sequences: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_same_where_windows_fill_as_the_paper_says(device: str) -> None:
+def test_the_same_where_windows_fill_as_the_paper_says(device):
     for text in TEXTS:
         fixed = fixed_speeds(device, 8, text, "paper")
         ours = speed(device, 8, text, mode="paper", wrong=0.0)
@@ -154,7 +138,7 @@ def test_the_same_where_windows_fill_as_the_paper_says(device: str) -> None:
         assert ours > 0.9 * max(fixed.values()), (text, ours, fixed)
 
 
-def test_the_regimes_differ_in_what_is_best() -> None:
+def test_the_regimes_differ_in_what_is_best():
     """Or the tests above would say little: windows of one width would do."""
     best = {
         (device, sequences, text): max(speeds, key=lambda width: speeds[width])
@@ -173,7 +157,7 @@ def test_the_regimes_differ_in_what_is_best() -> None:
     assert easy[16] > 5 * easy[0]
 
 
-def test_trials_of_windows_cost_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_of_windows_cost_what_they_may(monkeypatch):
     """More of them cost more than the rule allows: trials are what it holds back, by what they
     cost and by the time that they take."""
     plain = fixed_speeds("cpu", 8, "hopeless", "verified")[0]
@@ -184,7 +168,7 @@ def test_trials_of_windows_cost_what_they_may(monkeypatch: pytest.MonkeyPatch) -
     assert speed("cpu", 8, "hopeless", worsen=quiet) < 0.95 * plain
 
 
-def test_a_new_sequence_of_a_hopeless_kind_begins_without() -> None:
+def test_a_new_sequence_of_a_hopeless_kind_begins_without():
     windows = AutoWindows(16, 8, table("cpu"))
     simulation = Simulation(windows, CPU_COSTS, 8, windowless=WINDOWLESS)
     simulation.decode(scripts((HARD,), 200, 0))
@@ -194,7 +178,7 @@ def test_a_new_sequence_of_a_hopeless_kind_begins_without() -> None:
     assert 0 < (widths > 0).mean() < 0.05
 
 
-def test_what_never_runs_is_looked_at_again() -> None:
+def test_what_never_runs_is_looked_at_again():
     """A table that finds forwards without windows far too dear: bursts without correct it."""
     costs = CostTable(sorted(CPU_COSTS), [CPU_COSTS[s] / 1000 for s in sorted(CPU_COSTS)], 2.0)
     windows = AutoWindows(16, 8, costs)
@@ -204,7 +188,7 @@ def test_what_never_runs_is_looked_at_again() -> None:
     assert np.mean([w for chosen in simulation.chosen[-50:] for w in chosen]) < 1
 
 
-def test_another_text_gets_other_windows() -> None:
+def test_another_text_gets_other_windows():
     windows = AutoWindows(16, 1, table("cpu"))
     simulation = Simulation(windows, CPU_COSTS, 1)
     for texts, narrow in (((REASONING,), False), ((PROSE,), True), ((REASONING,), False)):
@@ -214,7 +198,7 @@ def test_another_text_gets_other_windows() -> None:
         assert share > 0.7 if narrow else share < 0.3
 
 
-def test_more_sequences_get_narrower_windows_at_once() -> None:
+def test_more_sequences_get_narrower_windows_at_once():
     """Eight on a CPU decode autoregressively, one does not; and back."""
     windows = AutoWindows(16, 8, table("cpu"))
     simulation = Simulation(windows, CPU_COSTS, 8)
@@ -227,7 +211,7 @@ def test_more_sequences_get_narrower_windows_at_once() -> None:
     assert np.mean([width == 0 for chosen in crowds for width in chosen]) > 0.9
 
 
-def test_easy_and_hard_sequences_get_their_own_windows() -> None:
+def test_easy_and_hard_sequences_get_their_own_windows():
     """While both kinds run; and that is at least about as fast as any one width."""
     hard = Text(0.3, 0.9, 0.3, 400)
     costs = {size: 1.0 + 0.004 * size for size in CPU_COSTS}
@@ -241,16 +225,14 @@ def test_easy_and_hard_sequences_get_their_own_windows() -> None:
     assert speed > 0.9 * max(fixed)
 
 
-def state(
-    number: int, index: int, window: int | None = None, mode: str = "verified"
-) -> SequenceState:
+def state(number, index, window=None, mode="verified"):
     params = SamplingParams(mode=mode, max_tokens=64)
     sequence = SequenceState(Request(number, [1, 2, 3], params, window), number)
     sequence.index = index
     return sequence
 
 
-def test_requests_that_name_a_window_get_it_and_autoregressive_ones_get_none() -> None:
+def test_requests_that_name_a_window_get_it_and_autoregressive_ones_get_none():
     windows = AutoWindows(32, 4, table("tpu"))
     requests = [state(0, 0, 5), state(1, 1, mode="ar"), state(2, 2, 0), state(3, 3)]
     assert [windows.widest(one.request) for one in requests] == [5, 0, 0, 32]
@@ -259,21 +241,21 @@ def test_requests_that_name_a_window_get_it_and_autoregressive_ones_get_none() -
     assert alone.choose(requests[:3]) == [5, 0, 0]
 
 
-def test_mode_paper_has_a_fixed_window_where_it_is_not_to_be_chosen() -> None:
+def test_mode_paper_has_a_fixed_window_where_it_is_not_to_be_chosen():
     windows = AutoWindows(32, 4, paper=16)
     assert windows.choose([state(0, 0, mode="paper"), state(1, 1, 7, mode="paper")]) == [16, 7]
     assert not windows.is_free(state(0, 0, mode="paper").request)
     assert AutoWindows(32, 4).is_free(state(0, 0, mode="paper").request)
 
 
-def test_no_window_is_wider_than_the_engine_or_the_rest_of_the_completion() -> None:
+def test_no_window_is_wider_than_the_engine_or_the_rest_of_the_completion():
     assert max(AutoWindows(6, 1, table("tpu")).choose([state(0, 0)])) <= 6
     short = state(0, 0)
     short.text.extend([1] * 62)
     assert AutoWindows(32, 1, table("tpu")).choose([short])[0] <= 4
 
 
-def test_reports_are_read_by_what_their_burst_says() -> None:
+def test_reports_are_read_by_what_their_burst_says():
     """The next burst may be chosen before, and sequences may have left."""
 
     class Ahead(AutoWindows):
@@ -292,7 +274,7 @@ def test_reports_are_read_by_what_their_burst_says() -> None:
     assert ours > 0.9 * max(fixed.values())
 
 
-def test_replicas_are_weighed_apart() -> None:
+def test_replicas_are_weighed_apart():
     """A crowd on one of them makes nothing dearer on the other."""
     windows = AutoWindows(32, 8, table("cpu"), replicas=2)
     crowd = [state(i, i) for i in range(8)]
@@ -301,6 +283,6 @@ def test_replicas_are_weighed_apart() -> None:
     assert chosen[8] == AutoWindows(32, 8, table("cpu"), replicas=2).choose([alone])[0]
 
 
-def test_without_costs_nothing_is_chosen() -> None:
+def test_without_costs_nothing_is_chosen():
     with pytest.raises(AssertionError, match="costs of forwards"):
         AutoWindows(32, 1).choose([state(0, 0)])

@@ -1,9 +1,6 @@
 """What a forward costs: learnt from bursts, and kept."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,31 +13,31 @@ OVERHEAD = 4e-4
 WRONG = tuple(x * e for x, e in zip(SECONDS, (1.3, 0.8, 0.7, 1.0, 1.3, 0.7, 1.2, 0.8), strict=True))
 
 
-def ratio(table: CostTable, tokens: float, other: float, *, windowless: bool = False) -> float:
+def ratio(table, tokens, other, *, windowless=False):
     return float(table.seconds(tokens) / table.seconds(other, windowless=windowless))
 
 
-def true_ratio(tokens: int, other: int, windowless: float = 1.0) -> float:
+def true_ratio(tokens, other, windowless=1.0):
     return SECONDS[SIZES.index(tokens)] / (windowless * SECONDS[SIZES.index(other)])
 
 
-def test_a_forward_costs_what_the_smallest_size_costs_that_holds_it() -> None:
+def test_a_forward_costs_what_the_smallest_size_costs_that_holds_it():
     table = CostTable((8, 1, 64), (3.0, 1.0, 5.0))
     assert table.seconds(np.array([1, 2, 8, 9, 64])) == pytest.approx([1, 3, 3, 5, 5])
 
 
-def test_more_than_the_largest_size_is_computed_in_parts() -> None:
+def test_more_than_the_largest_size_is_computed_in_parts():
     table = CostTable((1, 8), (1.0, 3.0))
     assert table.seconds(np.array([9, 16, 17, 24])) == pytest.approx([4, 6, 7, 9])
 
 
-def test_what_just_fits_into_a_size_is_expected_not_to_fit_always() -> None:
+def test_what_just_fits_into_a_size_is_expected_not_to_fit_always():
     table = CostTable((8, 16), (1.0, 3.0))
     found = table.expected(np.array([8.0, 7.0, 8.0]), np.array([0.0, 1.0, 1.0]))
     assert found == pytest.approx([1, 1, (1 + 1 + 3) / 3])
 
 
-def test_sizes_of_another_program_lie_between_those_of_the_table() -> None:
+def test_sizes_of_another_program_lie_between_those_of_the_table():
     table = CostTable((1, 4, 16), (1.0, 2.0, 8.0), windowless=0.5)
     assert table.of_sizes((1, 2, 16)) == pytest.approx([1.0, 1.5, 8.0])
     assert table.of_sizes((4,), windowless=True) == pytest.approx([1.0])
@@ -49,19 +46,11 @@ def test_sizes_of_another_program_lie_between_those_of_the_table() -> None:
 class Bursts:
     """Bursts on a machine with true costs, of which a table learns."""
 
-    def __init__(self, table: CostTable, *, windowless: float = 1.0, seed: int = 0):
+    def __init__(self, table, *, windowless=1.0, seed=0):
         self.table, self.windowless, self.level = table, windowless, 1.0
         self.rng = np.random.default_rng(seed)
 
-    def run(
-        self,
-        size: int,
-        count: int = 1,
-        *,
-        noise: float = 0.1,
-        outliers: float = 0.0,
-        windowless: bool = False,
-    ) -> None:
+    def run(self, size, count=1, *, noise=0.1, outliers=0.0, windowless=False):
         runs = np.where(np.array(SIZES) == size, 32, 0)
         part = self.windowless if windowless else 1.0
         for _ in range(count):
@@ -73,7 +62,7 @@ class Bursts:
 
 @pytest.mark.parametrize("outliers", [0.0, 0.05])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_wrong_table_is_corrected_by_bursts_of_both_sizes(seed: int, outliers: float) -> None:
+def test_a_wrong_table_is_corrected_by_bursts_of_both_sizes(seed, outliers):
     bursts = Bursts(CostTable(SIZES, WRONG, overhead=OVERHEAD), seed=seed)
     assert ratio(bursts.table, 32, 8) == pytest.approx(true_ratio(32, 8) * 1.3 / 0.7)
     for _ in range(20):
@@ -82,7 +71,7 @@ def test_a_wrong_table_is_corrected_by_bursts_of_both_sizes(seed: int, outliers:
     assert ratio(bursts.table, 32, 8) == pytest.approx(true_ratio(32, 8), rel=0.1)
 
 
-def test_one_burst_of_a_size_that_never_ran_says_much() -> None:
+def test_one_burst_of_a_size_that_never_ran_says_much():
     bursts = Bursts(CostTable(SIZES, WRONG, overhead=OVERHEAD))
     bursts.run(32, 50)
     wrong = ratio(bursts.table, 32, 8) / true_ratio(32, 8)
@@ -92,7 +81,7 @@ def test_one_burst_of_a_size_that_never_ran_says_much() -> None:
     assert abs(np.log(right)) < 0.4 * np.log(wrong)
 
 
-def test_neighbours_learn_of_each_other_and_far_sizes_do_not() -> None:
+def test_neighbours_learn_of_each_other_and_far_sizes_do_not():
     table = CostTable(SIZES, SECONDS, overhead=1e-6)
     runs = np.eye(len(SIZES), dtype=int) * 32
     for _ in range(20):
@@ -103,7 +92,7 @@ def test_neighbours_learn_of_each_other_and_far_sizes_do_not() -> None:
     assert ratio(table, 4, 1) < 1.2 * true_ratio(4, 1)
 
 
-def test_a_machine_that_slows_down_changes_no_ratio() -> None:
+def test_a_machine_that_slows_down_changes_no_ratio():
     bursts = Bursts(CostTable(SIZES, SECONDS, overhead=OVERHEAD))
     bursts.run(32, 50)
     bursts.level = 2.0
@@ -112,14 +101,14 @@ def test_a_machine_that_slows_down_changes_no_ratio() -> None:
     assert bursts.table.seconds(32.0) == pytest.approx(2 * SECONDS[4], rel=0.15)
 
 
-def test_the_time_to_compile_changes_no_ratio() -> None:
+def test_the_time_to_compile_changes_no_ratio():
     bursts = Bursts(CostTable(SIZES, SECONDS, overhead=OVERHEAD))
     bursts.run(8, 20)
     bursts.table.learn(SIZES, np.where(np.array(SIZES) == 32, 32, 0), 20.0)
     assert ratio(bursts.table, 32, 8) == pytest.approx(true_ratio(32, 8), rel=0.1)
 
 
-def test_the_program_without_windows_has_costs_of_its_own() -> None:
+def test_the_program_without_windows_has_costs_of_its_own():
     bursts = Bursts(CostTable(SIZES, SECONDS, overhead=OVERHEAD), windowless=0.7)
     for _ in range(15):
         bursts.run(32, 2)
@@ -132,7 +121,7 @@ def test_the_program_without_windows_has_costs_of_its_own() -> None:
     assert near > ratio(bursts.table, 32, 8) / true_ratio(32, 8) > 1
 
 
-def test_what_bursts_take_beside_their_forwards_is_told_from_these() -> None:
+def test_what_bursts_take_beside_their_forwards_is_told_from_these():
     table = CostTable(SIZES, SECONDS, overhead=OVERHEAD)
     rng = np.random.default_rng(0)
     for _ in range(200):
@@ -143,7 +132,7 @@ def test_what_bursts_take_beside_their_forwards_is_told_from_these() -> None:
     assert table.seconds(8.0) == pytest.approx(SECONDS[2], rel=0.1)
 
 
-def test_a_table_of_nothing_learns_all() -> None:
+def test_a_table_of_nothing_learns_all():
     bursts = Bursts(CostTable(SIZES))
     for _ in range(4):
         for size in SIZES:
@@ -152,10 +141,10 @@ def test_a_table_of_nothing_learns_all() -> None:
     assert found / found[0] == pytest.approx(np.array(SECONDS) / SECONDS[0], rel=0.15)
 
 
-def test_a_table_is_kept_for_the_same_machine_and_model(tmp_path: Path) -> None:
+def test_a_table_is_kept_for_the_same_machine_and_model(tmp_path):
     calls = []
 
-    def measured() -> CostTable:
+    def measured():
         calls.append(1)
         return CostTable(SIZES, SECONDS, windowless=np.linspace(0.7, 0.9, 8).tolist(), overhead=0.1)
 
@@ -175,7 +164,7 @@ def test_a_table_is_kept_for_the_same_machine_and_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": 1}', '{"key": {"a": 1}, "table": 3}'])
-def test_a_file_that_is_not_whole_is_written_anew(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_whole_is_written_anew(tmp_path, text):
     kept_table(tmp_path, {"a": 1}, lambda: CostTable(SIZES, SECONDS))
     (path,) = tmp_path.iterdir()
     path.write_text(text)
@@ -183,7 +172,7 @@ def test_a_file_that_is_not_whole_is_written_anew(tmp_path: Path, text: str) -> 
     assert json.loads(path.read_text())["table"]["sizes"] == [1]
 
 
-def test_a_folder_that_cannot_be_written_to_keeps_nothing(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_keeps_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     table = kept_table(tmp_path / "file", {}, lambda: CostTable(SIZES, SECONDS))
     assert table.sizes.tolist() == list(SIZES)

@@ -1,23 +1,15 @@
 """Engines whose windows vary have a program without windows: going from one to the other changes no
 token and compiles nothing."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.examples.decode import say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Failed, Finished, Request
-from wedlm_jax.engine.scheduling.sequence import SequenceState
 from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 
@@ -27,13 +19,13 @@ class ComeAndGo(FixedWindows):
 
     _bursts = 0
 
-    def lookup(self, request: Request) -> int:
+    def lookup(self, request):
         return self._lookup if request.params.mode == "verified" else 0
 
-    def is_free(self, request: Request) -> bool:
+    def is_free(self, request):
         return True
 
-    def choose(self, running: Sequence[SequenceState]) -> list[int]:
+    def choose(self, running):
         self._bursts += 1
         if self._bursts % 6 < 3:
             return [0] * len(running)
@@ -45,9 +37,7 @@ class ComeAndGo(FixedWindows):
         ]
 
 
-def come_and_go_engine(
-    model: Transformer, expected: Sequence[SamplingParams], **options: Any
-) -> Engine:
+def come_and_go_engine(model, expected, **options):
     """An engine with few pages: sequences are put back, with windows and without."""
     sizes = {"num_pages": 26, "max_model_len": 48}
     engine = small_engine(
@@ -62,15 +52,15 @@ def come_and_go_engine(
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model: Transformer) -> Engine:
+def engine(tiny_model):
     expected = [SamplingParams(mode=mode, temperature=1.0) for mode in ("paper", "verified")]
     return come_and_go_engine(tiny_model, expected)
 
 
-def decode(engine: Engine, requests: list[Request]) -> tuple[list[Completion], set[int]]:
+def decode(engine, requests):
     """Results in order, and the windows that the device had room for."""
-    results: dict[int, Completion] = {}
-    rooms: set[int] = set()
+    results = {}
+    rooms = set()
     waiting = list(requests)
     while waiting or engine.has_work:
         for event in engine.step(waiting[:2], max_forwards=2, ahead=True):
@@ -83,8 +73,8 @@ def decode(engine: Engine, requests: list[Request]) -> tuple[list[Completion], s
 
 
 def test_windows_that_come_and_go_change_no_token_and_compile_nothing(
-    engine: Engine, autoregressive_engine: Engine
-) -> None:
+    engine, autoregressive_engine
+):
     rng = np.random.default_rng(3)
     requests = [
         Request(
@@ -113,7 +103,7 @@ def test_windows_that_come_and_go_change_no_token_and_compile_nothing(
     assert all(sum(result.drafts[at] for result in results) for at in (0, 2)), "of both kinds"
 
 
-def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine: Engine) -> None:
+def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine):
     """What they had filled is forgotten where autoregressive decoding goes on."""
     params = SamplingParams(mode="paper", max_tokens=20, entropy_threshold=1.6, ignore_eos=True)
     requests = [Request(i, (5, 6, 7 + i), params) for i in range(6)]
@@ -123,11 +113,11 @@ def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine: Engine) 
 
 
 @pytest.mark.full
-def test_grammars_hold_while_windows_come_and_go(tiny_model: Transformer) -> None:
+def test_grammars_hold_while_windows_come_and_go(tiny_model):
     expected = [SamplingParams(mode=mode, regex="0") for mode in ("verified", "ar")]
     engine = come_and_go_engine(tiny_model, expected, grammars=RandomAutomata())
 
-    def decoded(mode: str) -> tuple[list[list[int]], set[int]]:
+    def decoded(mode):
         params = SamplingParams(mode=mode, max_tokens=20, draft_budget=100.0, seed=1)
         results, rooms = decode(
             engine,
@@ -148,9 +138,7 @@ def test_grammars_hold_while_windows_come_and_go(tiny_model: Transformer) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize(("mode", "window"), [("ar", None), ("paper", 2)])
-def test_costs_are_learnt_where_others_run_already(
-    tiny_model: Transformer, mode: str, window: int | None, autoregressive_engine: Engine
-) -> None:
+def test_costs_are_learnt_where_others_run_already(tiny_model, mode, window, autoregressive_engine):
     """Measuring would overwrite what sequences have computed: first come some whose windows are
     not chosen."""
     engine = small_engine(tiny_model, [], window_size="auto", deterministic=True)
@@ -160,7 +148,7 @@ def test_costs_are_learnt_where_others_run_already(
     assert isinstance(engine.windows, AutoWindows)
     assert engine.windows.costs is None
     second = Request(1, (4, 9), params)
-    results: dict[int, Completion] = {}
+    results = {}
     submitted = [second]
     while engine.has_work:
         for event in engine.step(submitted):
