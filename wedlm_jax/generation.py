@@ -1,7 +1,8 @@
 """Calls that decode prompts: submit them to the engine's loop as there is room, and collect
 completions as they finish.
 
-Adds what the engine does not know: several samples of a prompt, stop strings, and progress.
+A caller holds a `Handle` of each sequence that it has submitted. Handles add what the engine does
+not know: text, and stop strings. `Generation` adds several samples of a prompt, and progress.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import dataclasses
 import itertools
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.engine.interface import Event, Failed, Finished, Request, TokenDelta, Traced
@@ -55,45 +56,133 @@ class Mailbox:
             return events
 
 
+class Counts(NamedTuple):
+    """The counts of a sequence so far, as a `Completion` has them."""
+
+    tokens: int = 0
+    forwards: int = 0
+    instances: int = 0
+
+
+class Handle:
+    """A sequence that its caller has submitted: takes its events in, and has its completion.
+
+    Args:
+      loop: that decodes it, and that ends it when a stop string has come.
+      codec: the tokenizer; None where there is none.
+      prompt, params, window, traced: of its request.
+      caller: who gets its events, and hands them to `take`.
+      growing: whether its completion is wanted while it grows. Stop strings want it, too, since the
+        engine knows token ids alone; else the whole text is made at once, which is cheaper.
+
+    Attributes:
+      request: what is submitted.
+      completion: what has come so far, of a growing one; and all of it once it is over.
+      counts: tokens, forwards and instances so far.
+      is_over: whether it has ended, for whatever reason: no event changes it any more.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        codec: TextCodec | None,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        caller: Caller,
+        *,
+        window: int | None = None,
+        traced: bool = False,
+        growing: bool = True,
+    ):
+        self.caller, self._loop, self._codec, self._params = caller, loop, codec, params
+        number = loop.new_number()
+        self.request = Request(number, prompt, params, window, traced=traced, handle=self)
+        self._grows = growing or bool(params.stop)
+        self._growing = GrowingText(codec) if codec is not None and self._grows else None
+        self._stop = None
+        if codec is not None and params.stop:
+            self._stop = StopStrings(codec, params.stop, params.min_tokens)
+        self.completion = Completion(None if codec is None else "", [], None, 0, 0)
+        self.counts, self.is_over = Counts(), False
+        self._sent_tokens = self._sent_text = 0
+
+    def take(self, event: Event) -> None:
+        """Takes an event of the sequence in.
+
+        Raises:
+          Exception: why it could not be decoded to its end.
+        """
+        if self.is_over or isinstance(event, Traced):
+            return
+        if isinstance(event, Failed):
+            self.is_over = True
+            raise event.error
+        if isinstance(event, Finished):
+            self._end(complete(self._codec, event.result, self._params))
+            return
+        self.counts = Counts(event.num_output, event.num_forwards, event.num_token_instances)
+        if self._grows:
+            self._grow(event)
+
+    def abort(self) -> None:
+        """Ends the sequence, unless it is over."""
+        if not self.is_over:
+            self.is_over = True
+            self._loop.abort([self.request.number])
+
+    def piece(self) -> Chunk | None:
+        """Returns what has come since the last piece and cannot change any more; None if there are
+        no new tokens. The texts of all pieces together are the completion's."""
+        completion = self.completion
+        whole = completion.finish_reason is not None
+        if len(completion.token_ids) == self._sent_tokens and not whole:
+            return None
+        text = completion.text or ""
+        if self._stop is not None and not whole:
+            text = text[: self._stop.safe_length(text)]
+        new = completion.token_ids[self._sent_tokens :]
+        chunk = Chunk(text[self._sent_text :], new, completion)
+        self._sent_tokens = len(completion.token_ids)
+        self._sent_text = max(len(text), self._sent_text)
+        return chunk
+
+    def _grow(self, delta: TokenDelta) -> None:
+        before = self.completion.text
+        text = None if self._growing is None else self._growing.add(delta.token_ids)
+        self.completion = now = _extended(self.completion, delta, text)
+        if text is None or before is None or self._stop is None:
+            return
+        if self._stop.stands_in(text, len(before)):
+            found = complete(self._codec, now, self._params)
+            if found.finish_reason is not None:
+                self.abort()
+                self._end(found)
+
+    def _end(self, whole: Completion) -> None:
+        # A stop string cuts off what the same forwards have committed after it.
+        forwards, instances = whole.num_forwards, whole.num_token_instances
+        self.counts = Counts(len(whole.token_ids), forwards, instances)
+        self.completion, self.is_over = whole, True
+
+
 @dataclasses.dataclass(eq=False)
 class _Prompt:
     """A prompt that is being decoded.
 
     Attributes:
       place: its index among all prompts.
-      num_submitted: samples submitted so far.
-      samples: finished ones, by their number.
+      samples: those submitted so far.
       failed: whether one of them could not be decoded.
     """
 
     place: int
     params: SamplingParams
-    num_submitted: int = 0
+    samples: list[Handle] = dataclasses.field(default_factory=list)
     failed: bool = False
-    samples: dict[int, Completion] = dataclasses.field(default_factory=dict)
 
-
-@dataclasses.dataclass(eq=False)
-class _UnderWay:
-    """A sequence that is being decoded, one sample of a prompt.
-
-    Attributes:
-      number: of its request.
-      stream: of its text, if the prompt has stop strings.
-      is_over: whether nothing more is wanted of it.
-      begun: whether it has committed anything.
-      num_tokens, num_forwards, num_token_instances: its counts so far.
-    """
-
-    prompt: _Prompt
-    sample: int
-    number: int
-    stream: CompletionStream | None
-    is_over: bool = False
-    begun: bool = False
-    num_tokens: int = 0
-    num_forwards: int = 0
-    num_token_instances: int = 0
+    @property
+    def is_complete(self) -> bool:
+        return len(self.samples) == self.params.n and all(one.is_over for one in self.samples)
 
 
 class Generation:
@@ -124,9 +213,9 @@ class Generation:
     ):
         self._loop, self._codec, self._on_failure = loop, codec, on_failure
         self._mailbox = Mailbox()
-        self._requests = self._as_requests(prompts)
+        self._samples = self._samples_of(prompts)
         self._on_progress, self._stopping = on_progress, stopping or (lambda: False)
-        self._under_way: set[_UnderWay] = set()
+        self._under_way: dict[Handle, _Prompt] = {}
         self._progress = Progress(0, total, 0, 0, 0)
         self._room = loop.engine.settings.sequences + WAITING
 
@@ -140,122 +229,94 @@ class Generation:
                 if done := self._take(self._mailbox.take()):
                     yield done
         finally:
-            self._abort(list(self._under_way))
+            self._give_up(self._under_way.values())
 
-    def _as_requests(self, prompts: Iterable[Prepared | Windowed]) -> Iterator[Request]:
-        for place, prepared in enumerate(prompts):
-            token_ids, params = prepared[:2]
-            window = prepared[2] if len(prepared) == 3 else None
+    def _samples_of(
+        self, prompts: Iterable[Prepared | Windowed]
+    ) -> Iterator[tuple[Handle, _Prompt]]:
+        for place, (token_ids, params, *window) in enumerate(prompts):
             prompt = _Prompt(place, params)
-            for sample, own in enumerate(sample_params(params)):
+            for one in sample_params(params):
                 if prompt.failed:
                     break
-                number = self._loop.new_number()
-                stream = CompletionStream(self._codec, own) if own.stop else None
-                yield Request(
-                    number,
+                handle = Handle(
+                    self._loop,
+                    self._codec,
                     token_ids,
-                    own,
-                    window,
-                    caller=self._mailbox.caller,
-                    owner=_UnderWay(prompt, sample, number, stream),
+                    one,
+                    self._mailbox.caller,
+                    window=window[0] if window else None,
+                    growing=False,
                 )
+                prompt.samples.append(handle)
+                yield handle, prompt
 
     def _submit(self) -> None:
         if self._stopping():
             self._drop_what_is_not_finished()
             return
-        submitted = list(itertools.islice(self._requests, self._room - len(self._under_way)))
-        for request in submitted:
-            self._under_way.add(request.owner)
-            request.owner.prompt.num_submitted += 1
-        if submitted:
-            self._loop.submit(submitted)
+        new = dict(itertools.islice(self._samples, self._room - len(self._under_way)))
+        self._under_way |= new
+        if new:
+            self._loop.submit([handle.request for handle in new])
 
-    def _abort(self, gone: Sequence[_UnderWay]) -> None:
-        for one in gone:
-            one.is_over = True
-        self._under_way.difference_update(gone)
-        self._loop.abort([one.number for one in gone])
+    def _give_up(self, prompts: Iterable[_Prompt]) -> None:
+        """Aborts all samples of prompts."""
+        for handle in [one for prompt in set(prompts) for one in prompt.samples]:
+            handle.abort()
+            self._under_way.pop(handle, None)
 
     def _drop_what_is_not_finished(self) -> None:
-        """Aborts prompts without tokens, and those with samples that were never submitted: no more
-        are started now, so these would never be complete."""
-        begun = {one.prompt for one in self._under_way if one.begun}
+        """Gives up prompts without tokens, and those with samples that were never submitted: no
+        more are started now, so these would never be complete."""
 
         def never_complete(prompt: _Prompt) -> bool:
-            has_tokens = prompt in begun or prompt.samples
-            return not has_tokens or prompt.num_submitted < prompt.params.n
+            begun = any(one.counts.tokens for one in prompt.samples)
+            return not begun or len(prompt.samples) < prompt.params.n
 
-        self._abort([one for one in self._under_way if never_complete(one.prompt)])
+        self._give_up([one for one in self._under_way.values() if never_complete(one)])
 
     def _take(self, events: Sequence[Event]) -> list[tuple[int, Completion]]:
         done: list[tuple[int, Completion]] = []
         for event in events:
-            one: _UnderWay = event.request.owner
-            if one.is_over or isinstance(event, Traced):
+            handle: Handle = event.request.handle
+            prompt = self._under_way.get(handle)
+            if prompt is None:
                 continue
-            if isinstance(event, Failed):
-                self._fail(one.prompt, event.error)
+            before = handle.counts
+            try:
+                handle.take(event)
+            except InputError as error:
+                if self._on_failure is None:
+                    raise
+                prompt.failed = True
+                self._give_up([prompt])
+                self._on_failure(prompt.place, error)
                 continue
-            if isinstance(event, TokenDelta):
-                one.begun = True
-                self._count(one, event.num_output, event.num_forwards, event.num_token_instances)
-                completion = self._stopped_by_text(one, event)
-                if completion is None:
-                    continue
-                self._abort([one])
-            else:
-                completion = complete(self._codec, event.result, one.prompt.params)
-                one.is_over = True
-                self._under_way.remove(one)
-            # A stop string cuts off what the same forwards committed after it.
-            self._count(
-                one,
-                len(completion.token_ids),
-                completion.num_forwards,
-                completion.num_token_instances,
-            )
-            done += self._finish(one, completion)
+            self._count(before, handle.counts)
+            if handle.is_over:
+                del self._under_way[handle]
+                if prompt.is_complete:
+                    done.append((prompt.place, self._whole(prompt)))
         if self._on_progress is not None:
             self._on_progress(self._progress)
         return done
 
-    def _fail(self, prompt: _Prompt, error: Exception) -> None:
-        """Gives a prompt up, with all its samples."""
-        if self._on_failure is None or not isinstance(error, InputError):
-            raise error
-        prompt.failed = True
-        self._abort([one for one in self._under_way if one.prompt is prompt])
-        self._on_failure(prompt.place, error)
-
-    def _stopped_by_text(self, one: _UnderWay, delta: TokenDelta) -> Completion | None:
-        """Returns the completion if a stop string has ended it, which only the host can see."""
-        if one.stream is None:
-            return None
-        one.stream.take(delta)
-        return one.stream.completion if one.stream.finished else None
-
-    def _finish(self, one: _UnderWay, completion: Completion) -> list[tuple[int, Completion]]:
-        prompt = one.prompt
-        prompt.samples[one.sample] = completion
-        if len(prompt.samples) < prompt.params.n:
-            return []
-        first, *further = (prompt.samples[sample] for sample in sorted(prompt.samples))
+    def _whole(self, prompt: _Prompt) -> Completion:
+        first, *further = (one.completion for one in prompt.samples)
         now = self._progress
         self._progress = dataclasses.replace(now, finished=now.finished + 1)
-        return [(prompt.place, dataclasses.replace(first, further=tuple(further)))]
+        return dataclasses.replace(first, further=tuple(further))
 
-    def _count(self, one: _UnderWay, tokens: int, forwards: int, instances: int) -> None:
+    def _count(self, before: Counts, after: Counts) -> None:
         """Updates progress with the counts of a sequence."""
         now = self._progress
         self._progress = dataclasses.replace(
             now,
-            tokens=now.tokens + tokens - one.num_tokens,
-            forwards=now.forwards + forwards - one.num_forwards,
-            instances=now.instances + instances - one.num_token_instances,
+            tokens=now.tokens + after.tokens - before.tokens,
+            forwards=now.forwards + after.forwards - before.forwards,
+            instances=now.instances + after.instances - before.instances,
         )
-        one.num_tokens, one.num_forwards, one.num_token_instances = tokens, forwards, instances
 
 
 def sample_params(params: SamplingParams) -> Iterator[SamplingParams]:
@@ -268,74 +329,7 @@ def sample_params(params: SamplingParams) -> Iterator[SamplingParams]:
         yield dataclasses.replace(params, n=1, seed=sample_seed(params.seed, sample))
 
 
-class CompletionStream:
-    """The completion of one sequence while it grows: events in, parts of its text out.
-
-    Args:
-      codec: the tokenizer; None where there is none.
-      params: of the sequence; its stop strings are looked for here, since the engine knows token
-        ids alone.
-    """
-
-    def __init__(self, codec: TextCodec | None, params: SamplingParams):
-        self._codec, self._params = codec, params
-        self._growing = None if codec is None else GrowingText(codec)
-        self._stop = None
-        if codec is not None and params.stop:
-            self._stop = StopStrings(codec, params.stop, params.min_tokens)
-        text = None if codec is None else ""
-        self._so_far = dataclasses.replace(NOTHING, text=text)
-        self._whole: Completion | None = None
-        self._sent_tokens = self._sent_text = 0
-
-    @property
-    def finished(self) -> bool:
-        """Whether the completion is whole. If it is so before the engine says it, a stop string has
-        come, and the request is to be aborted."""
-        return self._whole is not None
-
-    @property
-    def completion(self) -> Completion:
-        """What has come so far."""
-        return self._whole or self._so_far
-
-    def take(self, event: TokenDelta | Finished) -> None:
-        """Takes an event of the sequence in."""
-        if self.finished:
-            return
-        if isinstance(event, Finished):
-            self._whole = complete(self._codec, event.result, self._params)
-            return
-        before = self._so_far.text
-        text = None if self._growing is None else self._growing.add(event.token_ids)
-        self._so_far = now = extended(self._so_far, event, text)
-        if text is None or before is None or self._stop is None:
-            return
-        if self._stop.stands_in(text, len(before)):
-            found = complete(self._codec, now, self._params)
-            self._whole = found if found.finish_reason is not None else None
-
-    def piece(self) -> Chunk | None:
-        """Returns what has come since the last piece and cannot change any more; None if there are
-        no new tokens. The texts of all pieces together are the completion's."""
-        completion = self.completion
-        if len(completion.token_ids) == self._sent_tokens and not self.finished:
-            return None
-        text = completion.text or ""
-        if self._stop is not None and not self.finished:
-            text = text[: self._stop.safe_length(text)]
-        new = completion.token_ids[self._sent_tokens :]
-        chunk = Chunk(text[self._sent_text :], new, completion)
-        self._sent_tokens = len(completion.token_ids)
-        self._sent_text = max(len(text), self._sent_text)
-        return chunk
-
-
-NOTHING = Completion(None, [], None, 0, 0)
-"""The completion of a sequence that has committed nothing yet."""
-
-
-def extended(result: Completion, delta: TokenDelta, text: str | None) -> Completion:
+def _extended(result: Completion, delta: TokenDelta, text: str | None) -> Completion:
     """Returns the completion with the tokens of an event appended, whose text is then ``text``."""
     logprobs = result.logprobs
     if delta.logprobs is not None:

@@ -22,11 +22,11 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
 from wedlm_jax.engine.engine import Engine, runs_apart
-from wedlm_jax.engine.interface import Failed, Finished, Request, Traced
+from wedlm_jax.engine.interface import Traced
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.engine.scoring import score
 from wedlm_jax.errors import InputError, did_you_mean, nearest
-from wedlm_jax.generation import CompletionStream, Generation, Mailbox, Prepared, Windowed
+from wedlm_jax.generation import Generation, Handle, Mailbox, Prepared, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.compiled_cache import ProgramStore, program_folder
 from wedlm_jax.host.progress import BusyNotice, Progress, saying, so_far
@@ -353,27 +353,28 @@ class LLM:
         token_ids, sampling = self.prepare([prompt], sampling_params)[0]
         if window is not None:
             self.engine.check_window(window)
-        mailbox = Mailbox(seconds=STREAM_SECONDS)
-        number, traced = self._loop.new_number(), on_forward is not None
-        request = Request(number, token_ids, sampling, window, traced=traced, caller=mailbox.caller)
-        stream, running = CompletionStream(self.codec, sampling), True
-        self._loop.submit([request])
+        mailbox, traced = Mailbox(seconds=STREAM_SECONDS), on_forward is not None
+        handle = Handle(
+            self._loop,
+            self.codec,
+            token_ids,
+            sampling,
+            mailbox.caller,
+            window=window,
+            traced=traced,
+        )
+        self._loop.submit([handle.request])
         try:
-            while not (stream.finished or (stopping is not None and stopping())):
+            while not (handle.is_over or (stopping is not None and stopping())):
                 for event in mailbox.take():
-                    running &= not isinstance(event, Failed | Finished)
-                    if isinstance(event, Failed):
-                        raise event.error
-                    if not isinstance(event, Traced):
-                        stream.take(event)
-                    elif on_forward is not None:
+                    if isinstance(event, Traced) and on_forward is not None:
                         on_forward(event)
-                chunk = stream.piece()
+                    handle.take(event)
+                chunk = handle.piece()
                 if chunk is not None:
                     yield chunk
         finally:
-            if running:
-                self._loop.abort([number])
+            handle.abort()
 
     def prepare(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import importlib
@@ -338,29 +339,36 @@ class StopStrings:
 
     def __init__(self, codec: TextCodec, stop: Sequence[str], min_tokens: int = 0):
         self._codec, self._stop, self._min_tokens = codec, tuple(stop), min_tokens
+        # Such a character may be taken back by the next byte of one that is incomplete as yet.
+        self._may_vanish = any(INCOMPLETE in one for one in self._stop)
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
         """Returns the number of tokens in which the first stop string is complete, and the text
         before it; None if there is none."""
         early = len(self._codec.complete_text(token_ids[: self._min_tokens]))
-        if not self._places(self._codec.complete_text(token_ids), early):
+
+        def is_complete(length: int) -> bool:
+            return bool(self._places(self._codec.complete_text(token_ids[:length]), early))
+
+        lengths = range(1, len(token_ids) + 1)
+        if self._may_vanish:
+            length = next(filter(is_complete, lengths), None)
+        elif is_complete(len(token_ids)):
+            length = lengths[bisect.bisect_left(lengths, True, key=is_complete)]
+        else:
+            length = None
+        if length is None:
             return None
-        # Binary search for the fewest tokens whose text holds a stop string.
-        low, high = 1, len(token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            if self._places(self._codec.complete_text(token_ids[:middle]), early):
-                high = middle
-            else:
-                low = middle + 1
         # Only these tokens count: the answer must not depend on how many more had been committed
         # when the search began.
-        text = self._codec.complete_text(token_ids[:low])
-        return low, text[: min(self._places(text, early))]
+        text = self._codec.complete_text(token_ids[:length])
+        return length, text[: min(self._places(text, early))]
 
     def stands_in(self, text: str, start: int) -> bool:
-        """Returns whether any stop string ends after character ``start`` of ``text``."""
-        return any(text.find(stop, max(start - len(stop) + 1, 0)) >= 0 for stop in self._stop)
+        """Returns whether any stop string may end after character ``start`` of ``text``."""
+        return self._may_vanish or any(
+            text.find(stop, max(start - len(stop) + 1, 0)) >= 0 for stop in self._stop
+        )
 
     def _places(self, text: str, early: int) -> list[int]:
         """Lists the first place of each stop string that does not end within ``early``

@@ -19,9 +19,9 @@ from infer.serve.served_engine import ServedEngine
 from infer.serve.shapes import Piece, TextShape
 from infer.trace import SequenceTrace
 from wedlm_jax.completion import Chunk, Completion
-from wedlm_jax.engine.interface import Event, Failed, Request, TokenDelta, Traced
+from wedlm_jax.engine.interface import Event, TokenDelta, Traced
 from wedlm_jax.engine.loop import Caller
-from wedlm_jax.generation import CompletionStream, sample_params
+from wedlm_jax.generation import Handle, sample_params
 
 if TYPE_CHECKING:
     from wedlm_jax.params import SamplingParams
@@ -37,30 +37,25 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers of a stream, so that proxies pass on each event at once."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True)
 class _Choice:
     """A sequence being decoded.
 
     Attributes:
-      watched: whether its text is built token by token, for a stream or a stop string.
       trace: its trace, if that is asked for.
-      is_over: whether it has ended.
     """
 
-    number: int
     index: int
-    watched: bool
-    stream: CompletionStream
+    handle: Handle
     times: SequenceTimes
     trace: SequenceTrace | None
-    is_over: bool = False
 
     def news(self) -> Piece | None:
         """Returns what has come since the last time; None for nothing."""
-        chunk = self.stream.piece()
+        chunk = self.handle.piece()
         trace = None if self.trace is None else self.trace.news()
         if chunk is None and trace is not None:
-            chunk = Chunk("", [], self.stream.completion)
+            chunk = Chunk("", [], self.handle.completion)
         return None if chunk is None else Piece(self.index, chunk, trace)
 
 
@@ -93,8 +88,7 @@ class Answer:
             seconds=burst_seconds,
             patience=0.0 if hurried else burst_seconds / 2,
         )
-        self._choices: list[_Choice] = []
-        self._num_open = 0
+        self._choices: dict[Handle, _Choice] = {}
 
     def begin(self) -> None:
         """Submits all sequences to the engine.
@@ -104,44 +98,36 @@ class Answer:
         """
         call = self._call
         self._capacity.enter(call.num_choices)
-        requests = []
         for token_ids, params in call.prompts:
-            for own in sample_params(params):
-                choice = _Choice(
-                    self._engine.new_number(),
-                    len(self._choices),
-                    call.streamed or bool(own.stop),
-                    CompletionStream(self._codec, own),
-                    SequenceTimes(self.metrics),
-                    self._trace(own, len(token_ids)) if call.traced else None,
-                )
-                self._choices.append(choice)
-                request = Request(
-                    choice.number,
+            for one in sample_params(params):
+                handle = Handle(
+                    self._engine,
+                    self._codec,
                     token_ids,
-                    own,
-                    call.window,
+                    one,
+                    self._caller,
+                    window=call.window,
                     traced=call.traced,
-                    caller=self._caller,
-                    owner=choice,
+                    growing=call.streamed,
                 )
-                requests.append(request)
-        self._num_open = len(requests)
+                trace = self._trace(one, len(token_ids)) if call.traced else None
+                times, index = SequenceTimes(self.metrics), len(self._choices)
+                self._choices[handle] = _Choice(index, handle, times, trace)
         self.metrics.prompt_tokens.inc(call.num_prompt_tokens)
-        self._engine.submit(requests)
+        self._engine.submit([handle.request for handle in self._choices])
 
     @property
     def is_over(self) -> bool:
-        return self._num_open == 0
+        return all(handle.is_over for handle in self._choices)
 
     def end(self) -> None:
         """Aborts the sequences that have not ended, and ends `pieces`."""
-        gone = [choice for choice in self._choices if not choice.is_over]
+        gone = [handle for handle in self._choices if not handle.is_over]
         if gone:
             self.metrics.aborted.inc(len(gone))
-            self._engine.abort([choice.number for choice in gone])
-            for choice in gone:
-                self._over(choice)
+            self._capacity.leave(len(gone))
+            for handle in gone:
+                handle.abort()
             self._events.put_nowait([])
 
     async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
@@ -170,8 +156,8 @@ class Answer:
         while not self.is_over:
             self._take(await self._events.get())
         pieces = []
-        for choice in self._choices:
-            one, trace = choice.stream.completion, choice.trace
+        for choice in self._choices.values():
+            one, trace = choice.handle.completion, choice.trace
             whole = None if trace is None else trace.whole(one.finish_reason)
             pieces.append(Piece(choice.index, Chunk(one.text or "", one.token_ids, one), whole))
         return pieces
@@ -179,10 +165,10 @@ class Answer:
     @property
     def so_far(self) -> list[Completion]:
         """The completion of each choice, as far as it has come."""
-        return [choice.stream.completion for choice in self._choices]
+        return [handle.completion for handle in self._choices]
 
     def __str__(self) -> str:
-        made = sum(len(one.token_ids) for one in self.so_far)
+        made = sum(handle.counts.tokens for handle in self._choices)
         return f"{self._call.num_prompt_tokens} tokens in, {made} out"
 
     def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
@@ -196,35 +182,23 @@ class Answer:
         """Hands events to their choices; returns the choices that may have news."""
         touched: dict[int, _Choice] = {}
         for event in events:
-            choice: _Choice = event.request.owner
-            if choice.is_over:
+            handle: Handle = event.request.handle
+            if handle.is_over:
                 continue
-            if isinstance(event, Failed):
-                self._over(choice)
-                raise event.error
-            if isinstance(event, Traced):
-                if choice.trace is not None:
-                    choice.trace.take(event)
-                touched[choice.index] = choice
-                continue
+            choice = self._choices[handle]
             if isinstance(event, TokenDelta):
                 choice.times.note(event)
-                if not choice.watched:
-                    continue
-            choice.stream.take(event)
+            elif isinstance(event, Traced) and choice.trace is not None:
+                choice.trace.take(event)
+            try:
+                handle.take(event)
+            finally:
+                if handle.is_over:
+                    self._capacity.leave(1)
             touched[choice.index] = choice
-            if choice.stream.finished:
-                self._over(choice)
-                choice.times.end(choice.stream.completion)
-                if isinstance(event, TokenDelta):
-                    # A stop string, of which the engine knows nothing.
-                    self._engine.abort([event.number])
+            if handle.is_over:
+                choice.times.end(handle.completion)
         return list(touched.values())
-
-    def _over(self, choice: _Choice) -> None:
-        choice.is_over = True
-        self._num_open -= 1
-        self._capacity.leave(1)
 
 
 class EventStream(StreamingResponse):

@@ -1,5 +1,7 @@
 """docs/reference.md is what the code says."""
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 
@@ -33,7 +35,7 @@ def test_a_parser_is_caught_before_anything_runs():
 
 
 def test_docstrings_become_lists():
-    def function(one, *, other="x"):
+    def function(one: int, *, other: str | None = "x") -> int:
         """Adds.
 
         Not ``much``.

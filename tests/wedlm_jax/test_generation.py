@@ -10,11 +10,24 @@ from hypothesis import strategies as st
 from tests.wedlm_jax.test_text import TEXTS, byte_tokenizer, write_tokenizer
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
-from wedlm_jax.generation import CompletionStream, complete
+from wedlm_jax.generation import Handle, complete
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import SETTLED_BEHIND, GrowingText, TextCodec
 
 REQUEST = Request(0, (), SamplingParams())
+
+
+class Loop:
+    """Notes what is aborted."""
+
+    def __init__(self):
+        self.aborted = []
+
+    def new_number(self):
+        return 0
+
+    def abort(self, numbers):
+        self.aborted += numbers
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +105,22 @@ def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended):
     params = SamplingParams(stop=tuple(stop), min_tokens=early, max_tokens=10_000)
     result = result_of(ids + end, "stop" if ended else "length")
     whole = complete(codec, result, params)
-    stream, pieces = CompletionStream(codec, params), []
+    loop = Loop()
+    handle, pieces = Handle(loop, codec, (), params, None), []
     parts = deltas(result, cuts)
     for number, delta in enumerate(parts):
-        stream.take(delta)
+        handle.take(delta)
+        stopped = handle.is_over
         if number == len(parts) - 1:
-            stream.take(Finished(REQUEST, result))
-        piece = stream.piece()
+            handle.take(Finished(REQUEST, result))
+        piece = handle.piece()
         if piece is not None:
             pieces.append(piece)
-        if stream.finished:
+        if handle.is_over:
             break
-    assert stream.completion == whole
+    assert handle.completion == whole
+    assert handle.counts == (len(whole.token_ids), whole.num_forwards, whole.num_token_instances)
+    assert loop.aborted == [0] * stopped
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
     assert [piece.completion.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
@@ -112,14 +129,14 @@ def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended):
 
 def test_without_a_tokenizer_there_are_tokens_alone():
     result = result_of([3, 4, 5])
-    stream = CompletionStream(None, SamplingParams())
-    stream.take(deltas(result, [2])[0])
-    piece = stream.piece()
+    handle = Handle(Loop(), None, (), SamplingParams(), None)
+    handle.take(deltas(result, [2])[0])
+    piece = handle.piece()
     assert piece is not None
     assert (piece.text, piece.token_ids) == ("", [3, 4])
-    assert stream.piece() is None
-    stream.take(Finished(REQUEST, result))
-    assert stream.completion == dataclasses.replace(stream.completion, text=None)
-    piece = stream.piece()
+    assert handle.piece() is None
+    handle.take(Finished(REQUEST, result))
+    assert handle.completion == dataclasses.replace(handle.completion, text=None)
+    piece = handle.piece()
     assert piece is not None
     assert (piece.token_ids, piece.completion.finish_reason) == ([5], "length")

@@ -30,9 +30,8 @@ class Request:
       params: how it is decoded.
       window: W; None lets the engine choose.
       traced: whether each of its forwards is an event. Bursts are single forwards meanwhile.
-      caller: the `wedlm_jax.engine.loop.Caller` that its events are delivered to; None where
-        `Engine.step` returns them.
-      owner: whatever the caller keeps of it.
+      handle: what its caller holds of it, whose ``caller``, a `wedlm_jax.engine.loop.Caller`, its
+        events are delivered to; None where `Engine.step` returns them.
     """
 
     number: int
@@ -40,8 +39,7 @@ class Request:
     params: SamplingParams
     window: int | None = None
     traced: bool = False
-    caller: Any = dataclasses.field(default=None, compare=False, repr=False)
-    owner: Any = dataclasses.field(default=None, compare=False, repr=False)
+    handle: Any = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

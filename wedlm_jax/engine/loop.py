@@ -1,7 +1,7 @@
 """The engine's loop: steps it in a thread of its own, for callers in any other threads.
 
-Requests and aborts come in at any time and join at the next step; events go out to the caller that
-each request names. The thread lives while there is work.
+Requests and aborts come in at any time and join at the next step; events go out to the caller of
+each request's handle. The thread lives while there is work.
 """
 
 from __future__ import annotations
@@ -265,8 +265,9 @@ class EngineLoop:
             return [], [Failed(request, error) for request in waiting]
         ready, failed, program = self._admitted(waiting)
         over = {one.number for one in ready} | {event.number for event in failed}
-        callers = {request.caller for request in [*engine.scheduler.requests, *ready]}
-        limits = [one.seconds for one in callers if one is not None and one.seconds is not None]
+        handles = (request.handle for request in [*engine.scheduler.requests, *ready])
+        callers = {handle.caller for handle in handles if handle is not None}
+        limits = [one.seconds for one in callers if one.seconds is not None]
         events = engine.step(
             ready, aborted, seconds=min(limits, default=None), ahead=True, program=program
         )
@@ -287,10 +288,10 @@ class EngineLoop:
         """Returns what is due now, these events included unless their requests were aborted."""
         now = time.perf_counter()
         for event in events:
-            caller = event.request.caller
-            if caller is not None and event.number not in gone:
-                caller.hold(event)
-                self._holding.add(caller)
+            handle = event.request.handle
+            if handle is not None and event.number not in gone:
+                handle.caller.hold(event)
+                self._holding.add(handle.caller)
         parcels = [(caller, due) for caller in self._holding if (due := caller.released(now))]
         self._holding.difference_update(caller for caller, _ in parcels)
         return parcels

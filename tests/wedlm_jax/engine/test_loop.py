@@ -86,7 +86,7 @@ def loop(echo):
 def test_each_caller_gets_its_own_events_and_the_thread_ends_with_the_last(echo, loop):
     boxes = [Mailbox(), Mailbox(seconds=0.5)]
     requests = [
-        Request(loop.new_number(), [10 * i + j for j in range(3 + i)], PARAMS, caller=box.caller)
+        Request(loop.new_number(), [10 * i + j for j in range(3 + i)], PARAMS, handle=box)
         for i, box in enumerate(boxes)
     ]
     loop.submit(requests)
@@ -101,9 +101,7 @@ def test_each_caller_gets_its_own_events_and_the_thread_ends_with_the_last(echo,
 
 def test_nothing_comes_of_what_is_aborted_and_close_aborts_the_rest(echo, loop):
     box = Mailbox()
-    first, second = (
-        Request(loop.new_number(), range(10**6), PARAMS, caller=box.caller) for _ in range(2)
-    )
+    first, second = (Request(loop.new_number(), range(10**6), PARAMS, handle=box) for _ in range(2))
     loop.submit([first, second])
     assert box.take()
     loop.abort([first.number])
@@ -119,13 +117,13 @@ def test_nothing_comes_of_what_is_aborted_and_close_aborts_the_rest(echo, loop):
 def test_a_pause_is_the_callers_own(echo, loop):
     box = Mailbox()
     echo.gate.clear()
-    loop.submit([Request(loop.new_number(), range(3), PARAMS, caller=box.caller)])
+    loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
     assert echo.entered.wait(30)
     threading.Timer(0.05, echo.gate.set).start()
     with loop.paused():
         steps = echo.steps
         assert steps == 1, "it waits for the step under way"
-        loop.submit([Request(loop.new_number(), range(3), PARAMS, caller=box.caller)])
+        loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
         time.sleep(0.05)
         assert echo.steps == steps
     until_finished(box, 2)
@@ -134,25 +132,25 @@ def test_a_pause_is_the_callers_own(echo, loop):
 def test_a_failure_is_everybodys_and_the_next_request_finds_a_fresh_engine(echo, loop):
     box = Mailbox()
     echo.gate.clear()
-    loop.submit([Request(loop.new_number(), range(9), PARAMS, caller=box.caller)])
-    loop.submit([Request(loop.new_number(), range(9), PARAMS, caller=box.caller)])
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
     echo.fails = True
     echo.gate.set()
     events = until_finished(box, 2)
     assert [str(event.error) for event in events if isinstance(event, Failed)] == ["lost"] * 2
     echo.fails = False
     assert loop.restarts
-    loop.submit([Request(loop.new_number(), range(2), PARAMS, caller=box.caller)])
+    loop.submit([Request(loop.new_number(), range(2), PARAMS, handle=box)])
     assert isinstance(until_finished(box, 1)[-1], Finished)
 
 
 def test_an_engine_that_cannot_start_afresh_fails_all(echo, loop):
     box = Mailbox()
     echo.fails, echo.restart = True, lambda: 1 / 0
-    loop.submit([Request(loop.new_number(), range(9), PARAMS, caller=box.caller)])
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
     until_finished(box, 1)
     echo.running.clear()
-    loop.submit([Request(loop.new_number(), range(9), PARAMS, caller=box.caller)])
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
     (failed,) = until_finished(box, 1)
     assert loop.is_broken
     assert "could not be started afresh" in str(failed.error)
