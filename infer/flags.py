@@ -157,9 +157,9 @@ def advised_params(options: Mapping[str, Any]) -> SamplingParams:
     if options.get("generation_config") != "auto":
         return SamplingParams()
     from wedlm_jax.checkpoint.hf import read_generation_config
-    from wedlm_jax.checkpoint.open import find_model
+    from wedlm_jax.checkpoint.open import find_model, tokenizer_folder
 
-    return read_generation_config(find_model(options.get("model"))).params()
+    return read_generation_config(tokenizer_folder(find_model(options.get("model")))).params()
 
 
 def as_flag(message: str) -> str:

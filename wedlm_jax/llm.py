@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.hf import read_generation_config
 from wedlm_jax.checkpoint.model import load_checkpoint
-from wedlm_jax.checkpoint.open import find_model
+from wedlm_jax.checkpoint.open import find_model, tokenizer_folder
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
@@ -88,8 +88,8 @@ class LLM:
     it would get alone.
 
     Args:
-      model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, or a hub id; the
-        embedded model by default.
+      model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, a folder of LoRA
+        adapters in PEFT's layout, or a hub id; the embedded model by default.
       options: the fields of `wedlm_jax.engine.config.EngineConfig`, such as ``window_size``,
         ``max_batch_size`` or ``dtype``.
 
@@ -107,7 +107,8 @@ class LLM:
         check_quantization(config.quantization)
         self.folder = find_model(model)
         self.name = str(self.folder if model is None else model).rstrip("/")
-        self.generation_config = read_generation_config(self.folder)
+        beside = tokenizer_folder(self.folder)
+        self.generation_config = read_generation_config(beside)
         self.default_params = SamplingParams()
         if config.generation_config == "auto":
             self.default_params = self.generation_config.params()
@@ -115,7 +116,7 @@ class LLM:
         mesh = None if config.mesh is None else make_local_mesh(config.mesh)
         with saying(so_far(f"loading {self.name}")):
             self.codec = TextCodec.load(
-                self.folder,
+                beside,
                 variables=variables,
                 trust_special_tokens=config.trust_special_tokens,
             )

@@ -1,8 +1,9 @@
-"""Weights in and out: Hugging Face's and orbax's folders, training runs, GGUF files."""
+"""Weights in and out: Hugging Face's and orbax's folders, PEFT's adapters, training runs, GGUF
+files."""
 
-HF, ORBAX, RUN, GGUF = "hf", "orbax", "run", "gguf"
+HF, ORBAX, PEFT, RUN, GGUF = "hf", "orbax", "peft", "run", "gguf"
 """The kinds of checkpoint. `ORBAX` is also the folder of the arrays, `GGUF` the file's suffix."""
-TITLES = {HF: "Hugging Face", ORBAX: "orbax"}
+TITLES = {HF: "Hugging Face", ORBAX: "orbax", PEFT: "LoRA adapters (PEFT)"}
 
 RUN_STATES = "checkpoints"
 """In a run's folder: its states, a folder each."""

@@ -24,6 +24,7 @@ from wedlm_jax.checkpoint.hf import Checkpoint
 from wedlm_jax.checkpoint.model import gathered, read_slices
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint
+from wedlm_jax.checkpoint.peft import CONFIG, WEIGHTS
 from wedlm_jax.checkpoint.safetensors import (
     DeferredArray,
     SafetensorsFile,
@@ -38,8 +39,6 @@ from wedlm_jax.model.layer_layout import are_stacked
 from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import parameter_axes, spec
 
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 EMBEDDING = "base_model.model.mask_embedding"
 
 
@@ -193,8 +192,8 @@ def _read_config(folder: Path, base: Path) -> LoraConfig:
         raise InputError(f"{path}: not the configuration of LoRA adapters ({error})") from None
     if not isinstance(ours, dict) or ours.get("rows") != "masked":
         raise InputError(
-            f"{folder}: these adapters act on rows of text, so they belong to a finetuned model; a "
-            "drafter's, from `wedlm train` with objective drafter, act on masks only"
+            f"{folder}: these adapters act on rows of text: give them as the model; a drafter's, from "
+            "`wedlm train` with objective drafter, act on masks only"
         )
     unknown = sorted({*map(str, targets)} - {*TARGETS})
     if unknown or rank < 1:

@@ -82,7 +82,7 @@ def describe(folder: str | Path | None) -> dict[str, Any]:
             "pad": config.pad_token_id,
             "eos": list(config.eos_token_ids),
         },
-        "tokenizer": _tokenizer(folder),
+        "tokenizer": _tokenizer(checkpoint.tokenizer_folder),
         **_decoding(config),
     }
 

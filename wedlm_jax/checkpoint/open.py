@@ -2,9 +2,9 @@
 opening it.
 
 A model is named by a folder in Hugging Face format (``config.json`` and safetensors files), a
-folder that `wedlm convert` made (``config.json`` and ``orbax/``), a training run, a GGUF file, a
-model that comes in a Python package, or OWNER/NAME on the hub. JAX is imported only once something
-is opened that needs it.
+folder that `wedlm convert` made (``config.json`` and ``orbax/``), a folder of LoRA adapters that
+names its base model, a training run, a GGUF file, a model that comes in a Python package, or
+OWNER/NAME on the hub. JAX is imported only once something is opened that needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-from wedlm_jax.checkpoint import GGUF, HF, ORBAX, RUN, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint import GGUF, HF, ORBAX, PEFT, RUN, RUN_MODEL, RUN_STATES
 from wedlm_jax.checkpoint.hf import (
     INDEX,
     WEIGHTS,
@@ -22,6 +22,8 @@ from wedlm_jax.checkpoint.hf import (
     model_config,
     write_config,
 )
+from wedlm_jax.checkpoint.peft import CONFIG as ADAPTER_CONFIG
+from wedlm_jax.checkpoint.peft import PeftCheckpoint, base_of
 from wedlm_jax.config import ModelConfig, read_config_json
 from wedlm_jax.errors import InputError, StorageFailure, file_error, nearest
 from wedlm_jax.host.atomic import alone, replacing
@@ -36,7 +38,7 @@ CONVERSION = 1
 
 
 def kind_of(path: Path) -> str:
-    """Returns what a path is: an `HF`, `ORBAX` or `RUN` folder, or a `GGUF` file.
+    """Returns what a path is: an `HF`, `ORBAX`, `PEFT` or `RUN` folder, or a `GGUF` file.
 
     A run may be named by its folder, its ``checkpoints`` or one state in there.
 
@@ -61,6 +63,8 @@ def kind_of(path: Path) -> str:
         raise InputError(f"{path}: holds both safetensors and {ORBAX}/; expected one of them")
     if is_hf or is_orbax:
         return ORBAX if is_orbax else HF
+    if (path / ADAPTER_CONFIG).exists():
+        return PEFT
     patterns = ("", "*/", f"{RUN_STATES}/*/")
     if run_model_folder(path) or any(
         any(path.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns
@@ -98,6 +102,8 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
         from wedlm_jax.checkpoint.gguf import GGUFCheckpoint
 
         return GGUFCheckpoint(path)
+    if kind == PEFT:
+        return PeftCheckpoint(path, open_checkpoint(_base_model(path)))
     from wedlm_jax.checkpoint.orbax_model import OrbaxCheckpoint, RunCheckpoint
 
     if kind == ORBAX:
@@ -142,7 +148,8 @@ def run_model_folder(folder: Path) -> Path | None:
 
 
 def find_model(model: str | Path | None, *, download: bool = True) -> Path:
-    """Returns the folder of the model that a user names, in Hugging Face's format or orbax's.
+    """Returns the folder of the model that a user names, in Hugging Face's format, orbax's or
+    PEFT's.
 
     Args:
       model: a folder, a name in `PACKAGED`, or a model's id on the hub; None for the embedded one.
@@ -162,6 +169,8 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
     kind = kind_of(folder)
     if kind == GGUF:
         raise InputError(_unconverted(folder))
+    if kind == PEFT:
+        _base_model(folder, download=download)
     if kind == RUN:
         exported = folder / "hf"
         if (exported / "config.json").exists():
@@ -171,6 +180,19 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
             "its newest state"
         )
     return folder
+
+
+def _base_model(adapters: Path, *, download: bool = True) -> Path:
+    base = base_of(adapters)
+    if (as_path(base) / ADAPTER_CONFIG).exists():
+        raise InputError(f"{adapters}: its base {base} is adapters, too; merge that one")
+    return find_model(base, download=download)
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Returns where the tokenizer and `generation_config.json` of a model's folder are: in there,
+    or, of adapters without, beside their base model."""
+    return open_checkpoint(folder).tokenizer_folder if kind_of(folder) == PEFT else folder
 
 
 def packaged(model: str | Path) -> str:
