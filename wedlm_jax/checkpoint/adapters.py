@@ -192,8 +192,8 @@ def _read_config(folder: Path, base: Path) -> LoraConfig:
         raise InputError(f"{path}: not the configuration of LoRA adapters ({error})") from None
     if not isinstance(ours, dict) or ours.get("rows") != "masked":
         raise InputError(
-            f"{folder}: these adapters act on rows of text: give them as the model; a drafter's, from "
-            "`wedlm train` with objective drafter, act on masks only"
+            f"{folder}: these adapters act on rows of text: give them as the model; a drafter's, "
+            "from `wedlm train` with objective drafter, act on masks only"
         )
     unknown = sorted({*map(str, targets)} - {*TARGETS})
     if unknown or rank < 1:
