@@ -37,6 +37,9 @@ FILE, TABLE = "wedlm.toml", "serve"
 PREFIX = "WEDLM_"
 """With which the environment variables of settings begin."""
 
+LONG_S = 1.0
+"""Seconds that a wait has to last to be logged."""
+
 TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 DESCRIPTION = """\
@@ -190,8 +193,9 @@ def load_warm(options: dict[str, Any]) -> LLM:
 
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
-    """Logs what the server waits for, and how long it took."""
-    started = due = time.monotonic()
+    """Logs what the server waits for longer than a moment, and how long it took."""
+    started = time.monotonic()
+    due = started + LONG_S
 
     def tell(seconds: float) -> None:
         nonlocal due
@@ -201,7 +205,7 @@ def logged(what: str) -> Iterator[None]:
 
     with contextlib.nullcontext() if what == LOADING else ticking(tell):
         yield
-    if (took := time.monotonic() - started) >= 1 or what != LOADING:
+    if (took := time.monotonic() - started) >= LONG_S:
         LOG.info("%s took %.1f s", what, took)
 
 

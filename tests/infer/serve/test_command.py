@@ -268,3 +268,16 @@ def test_quiet_turns_the_lines_off(flags, level, monkeypatch):
         assert REQUESTS.level == level
     finally:
         REQUESTS.setLevel(before)
+
+
+def test_only_long_waits_are_logged(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "wedlm.serve")
+    with command.logged("compiling a program"):
+        pass
+    assert not caplog.messages
+    monkeypatch.setattr(command, "LONG_S", 0.0)
+    with command.logged("compiling a program"):
+        pass
+    first, last = caplog.messages
+    assert first == "compiling a program, 0 s so far"
+    assert last.startswith("compiling a program took 0.")
