@@ -156,7 +156,6 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
                 program.lora,
                 drafter,
                 base=output / RUN_BASE,
-                window=config.drafter.window_size,
                 dtype=config.export_dtype,
             )
         return drafter

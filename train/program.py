@@ -52,8 +52,12 @@ def lora_of(config: TrainConfig) -> LoraConfig | None:
     """Returns the recipe's adapters; None where it trains all parameters."""
     lora = config.lora
     targets = tuple(name for name in TARGETS if name in lora.targets)
-    rows = "masked" if config.objective == "drafter" else "all"
-    return LoraConfig(lora.rank, lora.alpha, targets, rows) if lora.rank else None
+    if not lora.rank:
+        return None
+    if config.objective == "drafter":
+        window = config.drafter.window_size
+        return LoraConfig(lora.rank, lora.alpha, targets, "masked", window)
+    return LoraConfig(lora.rank, lora.alpha, targets)
 
 
 def guard_of(config: TrainConfig) -> Guard:

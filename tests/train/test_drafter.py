@@ -22,6 +22,7 @@ from train.recipe.config import (
 from train.step_cost import model_flops, program_flops
 from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.checkpoint.convert import convert
+from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.errors import InputError
 
 WINDOW = 4
@@ -167,10 +168,16 @@ def test_masks_of_a_drafter_are_not_to_decide(run, stock):
         llm.generate(PROMPTS, SamplingParams(mode="paper", max_tokens=4))
 
 
-def test_a_run_is_not_taken_for_a_model(run, tmp_path):
+def test_the_newest_state_converts_to_the_drafter_and_to_no_model(run, tmp_path):
     """Merged adapters would act on text, too."""
-    with pytest.raises(InputError, match="this run trains a drafter, which it exports to"):
-        convert(run, tmp_path / "out")
+    written = convert(run, tmp_path / "out", dtype="float32")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (run / "drafter" / name).read_bytes()
+    assert (written.format, written.dtypes) == ("peft", ("float32",))
+    with pytest.raises(InputError, match="one format and no model type"):
+        convert(run, tmp_path / "other", model_type="llama")
+    with pytest.raises(InputError, match="this run trains a drafter: `wedlm convert`"):
+        load_checkpoint(run)
 
 
 def test_the_files_are_pefts(run):

@@ -57,7 +57,7 @@ def base_digest(checkpoint: Checkpoint) -> str:
 
 
 def save_drafter(
-    adapters: nnx.State, lora: LoraConfig, folder: Path, *, base: Path, window: int, dtype: str
+    adapters: nnx.State, lora: LoraConfig, folder: Path, *, base: Path, dtype: str
 ) -> None:
     """Writes a drafter. All processes of a run call this.
 
@@ -66,7 +66,6 @@ def save_drafter(
       lora: which they are.
       folder: appears whole, in the place of an earlier one.
       base: folder of the model that they belong to.
-      window: masks of the windows that they were trained on.
       dtype: "float32", "bfloat16" or "float16".
     """
     tensors, values = [], []
@@ -95,7 +94,7 @@ def save_drafter(
                 "inference_mode": True,
                 "wedlm": {
                     "rows": lora.rows,
-                    "window_size": window,
+                    "window_size": lora.window_size,
                     "base_digest": base_digest(open_checkpoint(base)),
                 },
             }
@@ -203,4 +202,5 @@ def _read_config(folder: Path, base: Path) -> LoraConfig:
             f"{folder}: a drafter of another model: the parameters of {base} are not those that it "
             "was trained beside"
         )
-    return LoraConfig(rank, alpha, tuple(name for name in TARGETS if name in targets), "masked")
+    known = tuple(name for name in TARGETS if name in targets)
+    return LoraConfig(rank, alpha, known, "masked", int(ours.get("window_size", 0)))

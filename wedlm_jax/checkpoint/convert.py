@@ -12,10 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.checkpoint import HF, ORBAX, RUN, TITLES
+from wedlm_jax.checkpoint import HF, ORBAX, PEFT, RUN, TITLES
 from wedlm_jax.checkpoint.hf import Checkpoint, write_config
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint, packaged_file
-from wedlm_jax.checkpoint.safetensors import DTYPES, DeferredArray, numpy_dtype
+from wedlm_jax.checkpoint.peft import WEIGHTS as ADAPTERS
+from wedlm_jax.checkpoint.safetensors import (
+    DTYPES,
+    DeferredArray,
+    SafetensorsFile,
+    numpy_dtype,
+)
 from wedlm_jax.config import MODEL_TYPES, STOCK, with_model_type
 from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.atomic import replacing
@@ -52,7 +58,8 @@ def main(arguments: list[str]) -> int:
         "                                                       same format, other dtype\n"
         "  wedlm convert model.gguf ./model --dtype bfloat16    llama.cpp's file to Hugging Face\n"
         "  wedlm convert runs/my ./now                          a run's newest state, while it\n"
-        "                                                       trains\n"
+        "                                                       trains: a model, or a drafter's\n"
+        "                                                       adapters\n"
         "  wedlm convert runs/my/hf ./qwen --model-type qwen3\n"
         "                                                       for transformers, as a Qwen3",
     )
@@ -138,9 +145,9 @@ def convert(
     The destination appears whole or not at all.
 
     Args:
-      source: a Hugging Face or an orbax checkpoint folder; or a GGUF file; or a training run's, its
-        ``checkpoints`` or one state in there: of a run the newest state's parameters are written,
-        not their average.
+      source: a Hugging Face or an orbax checkpoint folder; or PEFT's, whose adapters are merged; or
+        a GGUF file; or a training run's, its ``checkpoints`` or one state in there: of a run the
+        newest state's parameters are written, not their average, or a drafter's adapters.
       destination: must be absent or empty, or a checkpoint with ``force``.
       to: "hf" or "orbax"; by default "hf" of a run and with ``model_type``, else the format that
         the source has not.
@@ -156,6 +163,7 @@ def convert(
     """
     source, destination = as_path(packaged_file(source) or source), as_path(destination)
     found = kind_of(source) if config_from is None else RUN
+    given = to or model_type
     other = ORBAX if found == HF else HF
     target = to or (other if model_type is None else HF)
     if target not in FORMATS:
@@ -166,6 +174,8 @@ def convert(
             "or a model type"
         )
     _check_destination(source, destination, force)
+    if found == RUN and (written := _write_drafter(source, destination, dtype, given)):
+        return written
     np_dtype = numpy_dtype(dtype)
     bar = ProgressBar("tensors", title="converting", every=None)  # in a terminal only
     try:
@@ -191,6 +201,27 @@ def convert(
             raise
         raise StorageFailure(f"{destination}: cannot be written ({told(error)})") from None
     return result
+
+
+def _write_drafter(
+    run: Path, destination: Path, dtype: str | None, given: str | None
+) -> Converted | None:
+    """Writes the drafter that a run trains; None of a run that trains a model."""
+    from wedlm_jax.checkpoint.adapters import save_drafter
+    from wedlm_jax.checkpoint.orbax_model import drafter_of_run
+
+    drafter = drafter_of_run(run)
+    if drafter is None:
+        return None
+    if given is not None:
+        raise InputError(
+            f"{run}: this run trains a drafter, which has one format and no model type"
+        )
+    adapters, lora, base = drafter
+    dtype = dtype or "bfloat16"
+    save_drafter(adapters, lora, destination, base=base, dtype=dtype)
+    tensors = SafetensorsFile(destination / ADAPTERS).tensors.values()
+    return Converted(PEFT, len(tensors), sum(tensor.nbytes for tensor in tensors), (dtype,))
 
 
 def _check_destination(source: Path, destination: Path, force: bool) -> None:

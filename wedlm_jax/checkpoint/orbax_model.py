@@ -13,12 +13,14 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from wedlm_jax.checkpoint import ORBAX, RUN, RUN_BASE, RUN_DRAFTER, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint import ORBAX, RUN, RUN_BASE, RUN_MODEL, RUN_STATES
 from wedlm_jax.checkpoint.hf import (
     Checkpoint,
     HFCheckpoint,
@@ -137,17 +139,12 @@ class RunCheckpoint(OrbaxTensors):
         self._lora = described_lora(run)
         if self._lora is not None and self._lora.rows == "masked":
             raise InputError(
-                f"{run}: this run trains a drafter, which it exports to {run / RUN_DRAFTER} at its "
-                f"end; the model that it belongs to is {run / RUN_BASE}"
+                f"{run}: this run trains a drafter: `wedlm convert` writes it as adapters; the "
+                f"model that it belongs to is {run / RUN_BASE}"
             )
         headers = array_headers(arrays)
-        paths = _trained_paths(self.config, self._lora)
-        names = list(headers)[LEAVES_BEFORE_PARAMETERS:][: len(paths)]
-        if len(names) < len(paths):
-            raise InputError(
-                f"{arrays}: a state of {len(headers)} arrays, too few for the model in {described}"
-            )
-        self._set_arrays(arrays, dict(zip(paths, names, strict=True)), headers)
+        names = _trained_names(arrays, headers, self.config, self._lora)
+        self._set_arrays(arrays, names, headers)
         if self._lora is not None:
             base = HFCheckpoint(run / RUN_BASE)
             self.tensors = {
@@ -226,13 +223,45 @@ def newest_state(folder: Path) -> Path:
     raise InputError(f"{folder}: no complete state of a training run is here")
 
 
-def _trained_paths(config: ModelConfig, lora: LoraConfig | None) -> list[str]:
-    """Lists the dotted paths of the trained parameters, in the order of `jax.tree.leaves`."""
+def drafter_of_run(folder: Path) -> tuple[nnx.State, LoraConfig, Path] | None:
+    """Reads the drafter that a run trains from its newest complete state.
 
+    Returns:
+      its adapters, which they are, and the folder of the model that they belong to; None of a run
+      that trains a model.
+    """
+    state = newest_state(folder)
+    run, arrays = state.parent.parent, step_tree(state)
+    lora = described_lora(run)
+    if lora is None or lora.rows != "masked":
+        return None
+    config = HFCheckpoint(run / RUN_BASE).config
+    names = _trained_names(arrays, array_headers(arrays), config, lora)
+    values = read_arrays(arrays, names.values())
+    leaves, structure = jax.tree.flatten(_trained_shapes(config, lora))
+    assert len(leaves) == len(names)
+    adapters = jax.tree.unflatten(structure, [jnp.asarray(values[name]) for name in names.values()])
+    return adapters, lora, run / RUN_BASE
+
+
+def _trained_names(
+    arrays: Path, headers: Mapping[str, Any], config: ModelConfig, lora: LoraConfig | None
+) -> dict[str, str]:
+    """Returns the names of the trained parameters' arrays in a state, by dotted path.
+
+    Raises:
+      InputError: it has too few arrays.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(_trained_shapes(config, lora))
+    names = list(headers)[LEAVES_BEFORE_PARAMETERS:][: len(leaves)]
+    if len(names) < len(leaves):
+        raise InputError(f"{arrays}: a state of {len(headers)} arrays, too few for this model")
+    return {dotted_path(path): name for (path, _), name in zip(leaves, names, strict=True)}
+
+
+def _trained_shapes(config: ModelConfig, lora: LoraConfig | None) -> nnx.State:
     def make() -> Transformer:
         model = Transformer(config, rngs=nnx.Rngs(0))
         return model if lora is None else with_adapters(model, lora, nnx.Rngs(0))
 
-    kind = nnx.Param if lora is None else nnx.LoRAParam
-    state = nnx.state(nnx.eval_shape(make), kind)
-    return [dotted_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    return nnx.state(nnx.eval_shape(make), nnx.Param if lora is None else nnx.LoRAParam)

@@ -38,12 +38,14 @@ class LoraConfig:
       targets: names in `TARGETS`.
       rows: "all", or "masked" for adapters that act on masks only, beside which a mask has an
         embedding of its own: rows of text stay those of the model, bit for bit.
+      window_size: with "masked", masks of the windows that they are trained on.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...] = TARGETS
     rows: str = "all"
+    window_size: int = 0
 
     @property
     def scale(self) -> float:

@@ -38,7 +38,7 @@ def adapters():
 @pytest.fixture(scope="module")
 def drafter(adapters, base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters") / "drafter"
-    save_drafter(adapters, LORA, folder, base=base, window=8, dtype="float32")
+    save_drafter(adapters, LORA, folder, base=base, dtype="float32")
     return folder
 
 
