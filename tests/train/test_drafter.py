@@ -83,14 +83,20 @@ def tokens(llm, params):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param({"temperature": 0.9, "seed": 3}, marks=pytest.mark.full)],
+    ("options", "engine"),
+    [
+        ({}, {}),
+        ({}, {"mesh": {"data": 2}, "max_batch_size": 4}),
+        pytest.param({"temperature": 0.9, "seed": 3}, {}, marks=pytest.mark.full),
+        pytest.param({}, {"quantization": "int8"}, marks=pytest.mark.full),
+        pytest.param({}, {"kv_cache_dtype": "int8"}, marks=pytest.mark.full),
+    ],
     ids=str,
 )
-def test_tokens_are_those_of_the_model_alone(run, stock, options):
+def test_tokens_are_those_of_the_model_alone(run, stock, options, engine):
     params = SamplingParams(max_tokens=24, ignore_eos=True, **options)
-    alone = tokens(LLM(stock, lookup=0), params)
-    drafted = LLM(stock, drafter=str(run / "drafter"), window_size=WINDOW, lookup=0)
+    alone = tokens(LLM(stock, lookup=0, **engine), params)
+    drafted = LLM(stock, drafter=str(run / "drafter"), window_size=WINDOW, lookup=0, **engine)
     assert tokens(drafted, params) == alone
     results = drafted.generate(PROMPTS, params)
     assert sum(one.num_forwards for one in results) <= sum(map(len, alone))
