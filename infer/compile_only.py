@@ -8,6 +8,7 @@ compiler says what memory it takes; the chip's figures say how long a forward ta
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from wedlm_jax.aot.topology import (
     local_bytes,
 )
 from wedlm_jax.checkpoint.open import read_architecture
+from wedlm_jax.checkpoint.peft import CONFIG as ADAPTERS
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
@@ -35,6 +37,7 @@ from wedlm_jax.engine.programs import lower_burst
 from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, bytes_per_page, plan_engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
@@ -139,6 +142,23 @@ def read_model(source: str) -> ModelConfig:
         raise InputError(f"{path}: {error}") from None
 
 
+def read_drafter(source: str) -> LoraConfig:
+    """Reads the adapters of a drafter's folder, or of a recipe (.yaml) that trains one."""
+    path = Path(source)
+    try:
+        if path.suffix in (".yaml", ".yml"):
+            lora: Any = OmegaConf.to_container(OmegaConf.load(path))["lora"]  # type: ignore[index, call-overload]
+            rank, alpha, targets = lora["rank"], lora["alpha"], lora.get("targets", TARGETS)
+        else:
+            content = json.loads((path / ADAPTERS).read_text(encoding="utf-8"))
+            rank, alpha, targets = (content[x] for x in ("r", "lora_alpha", "target_modules"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: neither a drafter's folder nor a recipe") from None
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f"{path}: says nothing of a drafter's adapters") from None
+    return LoraConfig(rank, alpha, tuple(targets), "masked")
+
+
 def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:
     """Lays heads over as many devices as there are KV heads for, replicas over the rest."""
     tensor = math.gcd(len(topology.devices), model.num_key_value_heads)
@@ -146,12 +166,17 @@ def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:
 
 
 def compile_decoder(
-    model: ModelConfig, topology_name: str, sizes: DecodeSizes, attention: str | None = None
+    model: ModelConfig,
+    topology_name: str,
+    sizes: DecodeSizes,
+    attention: str | None = None,
+    drafter: LoraConfig | None = None,
 ) -> CompiledDecoder:
     """Lowers and compiles the engine's burst for a topology.
 
     Args:
       attention: as `wedlm_jax.engine.engine.Engine` takes it.
+      drafter: adapters on masks beside the model; None for none.
 
     Raises:
       InputError: an unknown topology, sizes that the mesh does not divide, or a program that
@@ -163,9 +188,18 @@ def compile_decoder(
     if sizes.sequences % replicas:
         raise InputError(f"--batch-size {sizes.sequences} is not divisible by data {replicas}")
     each = sizes.sequences // replicas
-    shapes = nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(DTYPE)))
-    graph, parameters = nnx.split(shapes)
+
+    def make() -> Transformer:
+        made = Transformer(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(DTYPE))
+        return made if drafter is None else with_adapters(made, drafter, nnx.Rngs(0))
+
+    shapes = nnx.eval_shape(make)
+    model, (graph, parameters) = shapes.config, nnx.split(shapes)
     parameters = jax.tree.map(_at, parameters, tree_shardings(mesh, parameters))
+    # Every token passes the adapters, whose result counts for masks.
+    adapters = sum(
+        leaf.size for leaf in jax.tree.leaves(nnx.filter_state(parameters, nnx.LoRAParam))
+    )
     weights = local_bytes(parameters)
     page = PAGE_SIZES["tpu"]
     pages = math.ceil((sizes.model_len + num_slots(sizes.window, sizes.lookup) + 1) / page)
@@ -210,14 +244,21 @@ def compile_decoder(
         temporary_bytes=compiled.temporary_bytes,
         hbm_limit=topology.chip.hbm_bytes,
         forward=forward_of(
-            model, sizes, each, mesh.shape["tensor"], weights, page_bytes // page, topology.chip
+            model,
+            sizes,
+            each,
+            mesh.shape["tensor"],
+            weights,
+            page_bytes // page,
+            topology.chip,
+            adapters,
         ),
         compile_seconds=compiled.seconds,
     )
 
 
 def _at(leaf: Any, sharding: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, DTYPE, sharding=sharding)
 
 
 def forward_of(
@@ -228,6 +269,7 @@ def forward_of(
     weights: int,
     bytes_per_token: int,
     chip: Chip,
+    adapters: int = 0,
 ) -> Forward:
     """Returns what one forward needs on a chip: all sequences of a replica with their last token
     and W masks, or as many drafts as may be copied, after texts of full length.
@@ -236,10 +278,11 @@ def forward_of(
       sequences: number of sequences per replica.
       tensor: chips that share it.
       weights, bytes_per_token: of parameters, and of a token's keys and values, on a chip.
+      adapters: number of parameters beside the model's.
     """
     tokens = sequences * sizes.tokens_each
     width = model.num_attention_heads * model.head_dim * model.num_hidden_layers
-    flops = 2 * model.num_parameters(embeddings=False) * tokens
+    flops = 2 * (model.num_parameters(embeddings=False) + adapters) * tokens
     flops += 2 * model.hidden_size * model.vocab_size * sequences * sizes.rows_each
     flops += 4 * width * tokens * sizes.model_len
     size = jnp.dtype(DTYPE).itemsize
@@ -294,7 +337,9 @@ def main(options: dict[str, Any]) -> int:
     if config.window_size == "auto":
         raise InputError("--compile-only compiles one --window-size: give a number")
     model = read_model(options["model"])
-    window, lookup = config.drafting(knows_masks=model.knows_masks)
+    drafter = None if options.get("drafter") is None else read_drafter(options["drafter"])
+    knows = model.knows_masks or drafter is not None
+    window, lookup = config.drafting(knows_masks=knows)
     window = DEFAULT_WINDOW if window == "auto" else window
     # Masks draft where there are any.
     lookup = 0 if window else lookup
@@ -303,6 +348,6 @@ def main(options: dict[str, Any]) -> int:
     )
     if min(sizes.sequences, sizes.window + 1) < 1:
         raise InputError("--batch-size must be at least 1, --window-size 0")
-    decoder = compile_decoder(model, options["topology"], sizes, options.get("attention"))
+    decoder = compile_decoder(model, options["topology"], sizes, options.get("attention"), drafter)
     print(describe(decoder))
     return 0

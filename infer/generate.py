@@ -141,8 +141,8 @@ def parser() -> argparse.ArgumentParser:
         "--compile-only",
         action="store_true",
         default=False,
-        help="compile the decoder of --model (a folder, or a recipe that states its sizes) for "
-        "--topology, say what it takes, and stop",
+        help="compile the decoder of --model, and of --drafter (folders, or recipes that state the "
+        "sizes) for --topology, say what it takes, and stop",
     )
     add(
         "--topology",

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from infer.compile_only import BANDWIDTH, PRODUCTS, DecodeSizes, forward_of, main
+from infer.compile_only import BANDWIDTH, PRODUCTS, DecodeSizes, forward_of, main, read_drafter
 from infer.compile_only import read_model as read
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from wedlm_jax.__main__ import main as wedlm
 from wedlm_jax.aot.topology import Chip
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
+from wedlm_jax.model.lora import LoraConfig
 
 ROOT = Path(__file__).parents[2]
 MODEL = ModelConfig(
@@ -45,6 +46,8 @@ def test_a_forward_is_counted_by_hand():
     slowest = max(forward.flops / 1e3 / PRODUCTS, forward.least_bytes / 1e2 / BANDWIDTH)
     assert forward.expected == pytest.approx(slowest + forward.sent_bytes / 1e1)
     assert forward.bound.seconds <= forward.expected
+    beside = forward_of(MODEL, sizes, 2, 2, 10_000, 7, chip, adapters=30)
+    assert beside.flops - forward.flops == 2 * 30 * 10 / 2
 
 
 def test_drafts_from_the_text_count_as_masks_do():
@@ -69,6 +72,18 @@ def test_a_model_is_a_folder_or_a_recipe(tmp_path):
     for source, message in [("other.yaml", "model.architecture"), ("no.yaml", "no such recipe")]:
         with pytest.raises(InputError, match=message):
             read(str(tmp_path / source))
+
+
+def test_a_drafter_is_a_folder_or_a_recipe(tmp_path):
+    recipe = read_drafter(str(ROOT / "configs" / "drafter.yaml"))
+    assert recipe == LoraConfig(32, 64, rows="masked")
+    config = {"r": 32, "lora_alpha": 64, "target_modules": list(recipe.targets)}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert read_drafter(str(tmp_path)) == recipe
+    with pytest.raises(InputError, match="neither a drafter's folder nor a recipe"):
+        read_drafter(str(tmp_path / "none"))
+    with pytest.raises(InputError, match="says nothing of a drafter's adapters"):
+        read_drafter(str(ROOT / "configs" / "wedlm_8b.yaml"))
 
 
 def recipe_architecture(model):
@@ -104,9 +119,14 @@ def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, caps
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize(
-    ("family", "drafts"), [("wedlm", "W = 16"), ("qwen3", "15 drafts from the text")]
+    ("family", "drafts", "options"),
+    [
+        ("wedlm", "W = 16", []),
+        ("qwen3", "15 drafts from the text", []),
+        ("qwen3", "W = 16", ["--drafter", "configs/drafter.yaml"]),
+    ],
 )
-def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts):
+def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, options):
     """In a process of its own: the compiler's library wants one to itself."""
     config = {
         "model_type": family,
@@ -136,6 +156,7 @@ def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts):
             "8",
             "--max-model-len",
             "192",
+            *options,
         ],
         cwd=ROOT,
         capture_output=True,

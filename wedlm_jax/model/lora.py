@@ -30,7 +30,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Says which matrices have adapters, and how large ones.
+    """Which matrices have adapters, and how large they are.
 
     Attributes:
       rank: of the term.
