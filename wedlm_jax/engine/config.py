@@ -1,7 +1,7 @@
 """`EngineConfig`: the options of an engine and of the model that it decodes with.
 
-Each field states once what it means and which values it may have. The arguments of `LLM`, the flags
-of commands and tables of documents are made from that (see `ENGINE_OPTIONS`).
+Each field states its meaning and its valid values once. The arguments of `LLM`, the flags of the
+commands and the tables in the documentation are generated from that (see `ENGINE_OPTIONS`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ DTYPES = ("float32", "bfloat16")
 REFILLS = ("streaming", "blockwise")
 ATTENTION = ("xla", "gather", "rpa")
 DEFAULT_WINDOW = 16
-"""In mode "paper", whose tokens depend on it."""
+"""The window of mode "paper", whose tokens depend on it."""
 MOST_LOOKUP = 15
 """The most drafts that can be copied from a text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Says how a checkpoint decodes.
+    """How a checkpoint is loaded and decoded.
 
-    An `Engine` of its own decodes token ids with parameters as they are: what is said of ``dtype``,
-    ``quantization``, ``mesh`` and texts is for `LLM`, which loads them.
+    An `Engine` used without `LLM` decodes token ids with the parameters it is given; ``dtype``,
+    ``quantization``, ``mesh`` and the options about text are for `LLM`, which loads them.
 
     Raises:
       InputError: naming the field and what was expected.
@@ -179,11 +179,14 @@ class EngineConfig:
             option.check(name, getattr(self, name))
 
     def drafting(self, *, knows_masks: bool) -> tuple[int | str, int]:
-        """Returns the window, a number or "auto", and the most drafts copied from a text, for a
-        model that was trained on masks or not."""
+        """Returns the window (a number or "auto") and the most drafts copied from a text.
+
+        Args:
+          knows_masks: whether the model was trained on masks.
+        """
         window, lookup = self.window_size, self.lookup
         if lookup is None:
-            # A window that is asked to be 0 is AR, without drafts of any kind.
+            # An explicit window of 0 asks for AR, without drafts of any kind.
             lookup = 0 if window == 0 else MOST_LOOKUP
         if window in (None, "auto") and not knows_masks:
             return 0, lookup

@@ -1,5 +1,5 @@
-"""Runs bursts: holds the sequences' state, their pages and the compiled programs on the device,
-takes bursts from the scheduler and returns reports."""
+"""Runs the scheduler's bursts on the device and reports their results. Keeps the sequences' state,
+their pages and the compiled programs."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
 
 CHECK, CHECK_FORWARDS = 64, 8
-"""One in so many bursts, and of the first those whose number is a power of two, are short and go
-without priced copies: so what forwards without any take becomes known again, against which all
-others are weighed."""
+"""Every `CHECK`-th burst, and every burst whose number is a power of two, runs at most
+`CHECK_FORWARDS` forwards without copied drafts. This measures again what such forwards take, which
+is the baseline for all others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Ticket:
     """A burst that the device runs, or has run.
 
     Attributes:
-      number: of the burst.
-      fetched: what the host fetches of its results.
-      sizes: of its program's forwards.
+      number: the burst's number.
+      fetched: the results that the host fetches.
+      sizes: the sizes in which its program runs forwards.
       members: its sequences.
       started: when it was submitted.
-      windowless: whether its program has no room for windows where others have.
-      alone: whether no other burst was in flight then.
+      windowless: whether its program has no room for windows although others have.
+      alone: whether no other burst was in flight when it was submitted.
     """
 
     number: int
@@ -79,13 +79,13 @@ class Device:
     """Runs bursts.
 
     Args:
-      model: on its device or mesh, with the layer layout that runs fastest there.
+      model: the model, on its device or mesh, with the layer layout that runs fastest there.
       settings: checked sizes.
-      mesh: of the model; None for one device.
-      windows_vary: whether windows are chosen from burst to burst. Then there is a second program
-        for bursts in which no sequence has a window: it is faster than one with room for windows.
-      grammars: that sequences may have.
-      store: where compiled programs are kept for the next process.
+      mesh: the model's mesh; None for a single device.
+      windows_vary: whether windows are chosen from burst to burst. If so, bursts in which no
+        sequence has a window use a second, faster program without room for windows.
+      grammars: compiles the grammars of requests; None if there are none.
+      store: where compiled programs are stored for the next process.
     """
 
     def __init__(
@@ -103,36 +103,39 @@ class Device:
         graph, self._parameters = nnx.split(model)
         self._leaves = jax.tree.leaves(self._parameters)
         self._formats: nnx.State | None = None
-        """How the parameters lie; None as they came."""
+        """The memory layouts of the parameters; None if they are as given."""
         self.programs = CompiledPrograms(graph, model.config, settings, mesh, store)
         self.traits = Traits()
         self._room = Traits()
-        """What the state has room for: `traits`, or the same without windows."""
+        """The traits that the state has room for: `traits`, or the same without windows."""
         self._state: DecodeState | None = None
         self._pages: Any = None
         self._options = HostOptions(settings.sequences, self.traits)
         self._windows = np.full(settings.sequences, -1, np.int32)
         self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
         self._failed: list[int] = []
-        """Sequences that the state has still, although the last report told of their error."""
+        """Sequences still in the state although the last report contained their error."""
         self._num_submitted = self._num_collected = 0
         self._ended, self._observed = 0.0, True
-        """When the last burst that was collected ended, at the latest, and whether just then."""
+        """The latest time at which the last collected burst can have ended, and whether that time
+        is exact."""
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far. Replicas run their forwards at the same
-        time, and the device waits for the last: forwards are those of the replica that ran the most
-        in each burst, so seconds over forwards are what one takes. Tokens are those of all."""
+        time and the device waits for the slowest, so each burst counts the forwards of the replica
+        that ran the most: seconds divided by forwards is then the time of one. Tokens are summed
+        over replicas."""
         self.drafts = Drafts()
-        """Of all replicas so far."""
+        """The drafts checked so far, over all replicas."""
         self.costs: CostTable | None = None
-        """What forwards cost, by which drafts are copied from texts; assumed until it is known."""
+        """What forwards cost, which decides whether drafts are copied from texts. None until
+        measured; assumed costs are used until then."""
         self._priced = 0
-        """Bursts so far in which copies had a price."""
+        """The number of bursts so far in which the cost of copies was weighed."""
 
     # --- weights and programs -----------------------------------------------------------
 
     def update(self, model: Transformer) -> None:
-        """Replaces the weights by others of the same shapes; nothing is recompiled."""
+        """Replaces the weights with others of the same shapes; nothing is recompiled."""
         self._parameters, self._formats = nnx.state(model), None
         self._leaves = jax.tree.leaves(self._parameters)
 
@@ -142,7 +145,7 @@ class Device:
         self.forget_sequences()
 
     def forget_sequences(self) -> None:
-        """Drops sequences and pages, whatever state they are in."""
+        """Drops all sequences and pages, whatever their state."""
         self._state = self._pages = None
         self._options = HostOptions(self.settings.sequences, self.traits)
         self._windows[:] = -1
@@ -154,7 +157,7 @@ class Device:
         return self._parameters
 
     def run_model(self, function: Any, *arguments: Any, **static: Any) -> Any:
-        """Calls a jitted function with graph, parameters and these arguments."""
+        """Calls a jitted function with the model's graph, its parameters and these arguments."""
         self._lay_out()
         compiled = self.programs.of_model(function, self._parameters, *arguments, **static)
         return compiled(self._parameters, *arguments)
@@ -162,7 +165,7 @@ class Device:
     # --- the scheduler's device ---------------------------------------------------------
 
     def prepare(self, traits: Traits) -> None:
-        """Makes room for sequences with these traits; running ones keep their state."""
+        """Makes room for sequences with these traits; running sequences keep their state."""
         if self._state is not None and traits == self.traits:
             return
         self.traits = traits
@@ -175,19 +178,19 @@ class Device:
             self._make_room(traits)
 
     def compile(self, traits: Traits) -> None:
-        """Compiles the programs for sequences with these traits, in any thread."""
+        """Compiles the programs for sequences with these traits. May be called in any thread."""
         kinds = [traits]
         if self._windows_vary and traits.window and traits.autoregressive:
             kinds = [traits.without_windows, traits]
         self.programs.compile(self._parameters, kinds)
 
     def run(self, burst: Burst) -> Report:
-        """Runs a burst of forwards and reports where every sequence stands."""
+        """Runs a burst of forwards and returns its report."""
         return self.collect(self.submit(burst))
 
     def submit(self, burst: Burst) -> Ticket:
-        """Gives the device a burst of forwards and does not wait for it: the next one may be
-        submitted before, and runs right after it."""
+        """Submits a burst of forwards without waiting for it. The next burst may be submitted
+        before this one ends; it runs right after it."""
         assert self._state is not None
         self._num_submitted += 1
         for gone in burst.released:
@@ -224,8 +227,8 @@ class Device:
         )
 
     def collect(self, ticket: Ticket) -> Report:
-        """Waits for the burst of a ticket, the oldest not collected yet, and reports where every
-        sequence stands."""
+        """Waits for a ticket's burst, which must be the oldest one not collected yet, and returns
+        its report."""
         begun = max(ticket.started, self._ended)
         timed = ticket.alone or (self._observed and not ticket.fetched[0].is_ready())
         numbers, logprobs, counters, last = jax.device_get(ticket.fetched)
@@ -254,9 +257,9 @@ class Device:
         return report
 
     def save(self, index: int, request: Request) -> SavedWindow:
-        """Returns the window of a sequence in mode "paper" that is preempted, for
-        `Admission.resume`: what any program that can decode it has room for, not what the present
-        one has."""
+        """Returns the window of a preempted sequence in mode "paper", for `Admission.resume`. Its
+        size depends on the sequence alone, so that any program that can decode it has room for
+        it."""
         state, asked = self._state, request.params.logprobs
         assert state is not None
         logprobs = None if asked is None else state.logprobs
@@ -288,14 +291,14 @@ class Device:
     # --- parts of a burst ---------------------------------------------------------------
 
     def _lay_out(self) -> None:
-        """Moves the parameters to where the compiled programs want them."""
+        """Moves the parameters into the memory layouts of the compiled programs."""
         if self._formats is not self.programs.formats:
             self._formats = self.programs.formats
             self._parameters = jax.tree.map(jax.device_put, self._parameters, self._formats)
             self._leaves = jax.tree.leaves(self._parameters)
 
     def _expect(self, admission: Admission, window: int) -> None:
-        """Keeps what the host has to know of a sequence that enters."""
+        """Records what the host has to know about a sequence that enters."""
         index, params = admission.index, admission.request.params
         stops = self.settings.stop_ids(params)
         self._options.set(index, params, window=window, stops=stops, lookup=admission.lookup)
@@ -318,8 +321,8 @@ class Device:
         ]
 
     def _traits_for(self, burst: Burst) -> Traits:
-        """Returns the traits of the program for a burst: the one without windows if no sequence has
-        a window, nor comes with one. Whatever windows held until now is dropped then."""
+        """Returns the traits of the program for a burst: without windows if no sequence has a
+        window or resumes with one. Drafts in earlier windows are then dropped."""
         if not (self._windows_vary and self.traits.window):
             return self.traits
         resumed = any(one.resume is not None and one.resume.window for one in burst.admissions)
@@ -333,19 +336,19 @@ class Device:
         self._room = traits
 
     def _goes_without_copies(self) -> bool:
-        """Tells whether the next burst is one that checks what forwards without copies take."""
+        """Returns whether the next burst is one that measures forwards without copied drafts."""
         if not self._room.lookup or self.costs is None:
             return False
         self._priced += 1
         return self._priced % CHECK == 0 or self._priced & (self._priced - 1) == 0
 
     def _seconds(self, *, without_copies: bool) -> np.ndarray | None:
-        """Returns what a forward of each size costs, as `Allowance` has it."""
+        """Returns the cost of a forward of each size, in the form that `Allowance` takes."""
         if not self._room.lookup:
             return None
         sizes = self.settings.program(self._room).sizes.tokens
         if without_copies:
-            seconds = np.square(sizes)  # so dear that no size is worth its copies
+            seconds = np.square(sizes)  # so expensive that copied drafts never pay
         elif self.costs is None:
             seconds = 1 + np.array(sizes) / self.settings.balanced_tokens
         else:
@@ -361,8 +364,8 @@ class Device:
             some, todo = todo[:ENTRANTS_AT_ONCE], todo[ENTRANTS_AT_ONCE:]
             for admission in some:
                 saved: SavedWindow | None = admission.resume
-                own = burst.windows[admission.index] if saved is None else saved.window
-                self._windows[admission.index] = own
+                window = burst.windows[admission.index] if saved is None else saved.window
+                self._windows[admission.index] = window
             entrants = make_entrants(self.settings, self._room, some, self._windows)
             self._state = self.programs.entry(self._room)(self._state, entrants, released)
             released = np.zeros_like(released)
@@ -381,13 +384,13 @@ class Device:
         for index, request in present.items():
             if not (new := int(count[index])):
                 continue
-            own, asked = None, request.params.logprobs
+            token_logprobs, asked = None, request.params.logprobs
             if asked is not None:
                 assert logprobs is not None, "the program has what its sequences ask for"
-                own = as_list(logprobs, index, new, asked)
+                token_logprobs = as_list(logprobs, index, new, asked)
             ids, forwards_at, instances_at = (array[index, :new].tolist() for array in emitted)
             drafts_at = drafts[index, :new].tolist()
-            tokens[index] = NewTokens(ids, forwards_at, instances_at, own, drafts_at)
+            tokens[index] = NewTokens(ids, forwards_at, instances_at, token_logprobs, drafts_at)
             error = self._grammars.commit(index, ids, stopped=bool(stopped[index]))
             if error is not None:
                 errors[index] = error
@@ -442,11 +445,11 @@ def _allowance(burst: Burst, most_chunk_tokens: int, seconds: np.ndarray | None)
 def window_forwards(
     last: LastForward, indices: Iterable[int], started: float
 ) -> dict[int, WindowForward]:
-    """Returns the last forward of each of the sequences at ``indices`` whose window it ran.
+    """Returns, for each sequence at ``indices`` whose window the last forward ran, that forward.
 
     Args:
-      last: fetched from the device.
-      started: when the burst began, as `time.perf_counter` says it.
+      last: the last forward, fetched from the device.
+      started: when the burst began, by `time.perf_counter`.
     """
     ended = time.perf_counter()
     return {

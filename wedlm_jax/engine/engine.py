@@ -34,28 +34,29 @@ from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import check_fits
 
 AUTO_WINDOW = {"cpu": 16, "gpu": 32, "tpu": 32}
-"""The widest window that "auto" chooses. Room for a wider one costs every forward a little, and
-where a forward computes rather than waits for the weights, a wider one does not pay."""
+"""The widest window that "auto" chooses, by platform. Room for a wider one slows every forward a
+little, and does not pay where forwards are limited by computation rather than by reading weights.
+"""
 
 
 class Engine:
-    """Decodes requests together.
+    """Decodes requests in batches.
 
     Args:
-      model: parameters in the compute dtype, on one device or on a mesh.
-      config: sizes and ways to decode.
-      mesh: of the model; its axes ``data`` and ``tensor`` are used.
-      grammars: that requests may have; None refuses requests with one.
-      known_tokens: the ids that the model's tokenizer knows; others are never chosen. None without
-        a tokenizer: all but the mask token's.
-      store: where compiled programs are kept for the next process; None keeps them nowhere.
+      model: the model, with parameters in the compute dtype, on one device or on a mesh.
+      config: sizes and decoding options.
+      mesh: the model's mesh; its axes ``data`` and ``tensor`` are used. None for a single device.
+      grammars: compiles the grammars of requests; with None, requests with a grammar are refused.
+      known_tokens: the ids that the model's tokenizer knows; others are never chosen. None, without
+        a tokenizer, allows all but the mask token.
+      store: where compiled programs are stored for the next process; None stores nothing.
 
     Attributes:
-      window_size: W of requests that name none; 0 decodes autoregressively; "auto" chooses for
+      window_size: W of requests that do not set it; 0 decodes autoregressively; "auto" chooses for
         each sequence while it decodes.
 
     Raises:
-      InputError: naming the option.
+      InputError: an option does not fit the model or the device; the message names it.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class Engine:
         """Refuses a prompt that cannot be decoded.
 
         Raises:
-          InputError: it is empty, has ids outside the vocabulary, does not fit with its
-            ``max_tokens`` into ``max_model_len``, or its options do not fit the model.
+          InputError: the prompt is empty, has ids outside the vocabulary or, with its
+            ``max_tokens``, exceeds ``max_model_len``; or its options do not fit the model.
         """
         if not len(prompt):
             raise InputError("the prompt has no tokens; at least one is needed")
@@ -136,15 +137,16 @@ class Engine:
         self.check_grammar(params)
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Refuses, with an `InputError`, a grammar that cannot be followed. Compiles it, in any
-        thread, which takes seconds where it is large; `check` finds it compiled then."""
+        """Refuses, with an `InputError`, a grammar that cannot be followed. Compiles the grammar,
+        which takes seconds if it is large; `check` then finds it compiled. May be called in any
+        thread."""
         if params.grammar is not None:
             if self._grammars is None:
                 raise InputError(f"{params.grammar[0]}: needs a tokenizer, and there is none")
             self._grammars.check(params)
 
     def check_window(self, window: int) -> None:
-        """Refuses, with an `InputError`, a request's own window that is wider than the engine's."""
+        """Refuses, with an `InputError`, a request's window that is wider than the engine's."""
         most = self.settings.window
         if 0 <= window <= most:
             return
@@ -154,7 +156,7 @@ class Engine:
         raise InputError(f"window_size: expected 0 to {most}, the engine's own, not {window!r}")
 
     def most_tokens(self, request: Request) -> int:
-        """Returns the largest ``max_tokens`` with which a request's prompt could be decoded."""
+        """Returns the largest ``max_tokens`` that a request's prompt leaves room for."""
         return self.scheduler.most_tokens(request)
 
     def step(
@@ -167,22 +169,23 @@ class Engine:
         ahead: bool = False,
         program: Traits | None = None,
     ) -> list[Event]:
-        """Takes requests in, runs a burst of forwards, and returns what happened.
+        """Takes requests in, runs a burst of forwards, and returns its events.
 
         Args:
           submitted: checked requests, in order of arrival.
           aborted: numbers of requests to abort; they cause no more events.
-          max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
-            quarter of each replica's sequences have finished. Chosen by default. With 0, requests
-            are admitted and nothing is run.
-          seconds: after which a request that comes now should begin at the latest, which does the
-            same.
-          ahead: submits the burst and returns what happened in the one before, so that the device
-            runs while the caller deals with the events.
-          program: from `compiled_for`; by default the least that serves all, compiled if need be.
+          max_forwards: the most forwards of the burst, for callers that need an answer soon; the
+            burst then also ends once a quarter of each replica's sequences have finished. Chosen
+            by default. With 0, requests are admitted and nothing is run.
+          seconds: how long a request that arrives now should wait at most; limits the burst in the
+            same way.
+          ahead: submit the burst and return the events of the one before, so that the device runs
+            while the caller deals with them.
+          program: traits from `compiled_for`; by default the smallest program that serves all,
+            compiled if necessary.
 
         Returns:
-          new tokens, and finished and failed requests, by their numbers.
+          new tokens, finished requests and failed requests.
         """
         self.scheduler.submit(submitted)
         self.scheduler.abort(aborted)
@@ -197,14 +200,14 @@ class Engine:
         told: Callable[[int], None] | None = None,
         max_forwards: int | None = None,
     ) -> list[Completion]:
-        """Decodes a batch of requests and waits for the last.
+        """Decodes a batch of requests and returns their completions, in order.
 
         Args:
           told: called after each burst with the number of requests that have finished.
-          max_forwards: of a burst, as in `step`.
+          max_forwards: the most forwards of each burst, as in `step`.
 
         Raises:
-          InputError: one cannot be decoded.
+          InputError: a request cannot be decoded.
         """
         results: dict[int, Completion] = {}
         events = self.step(requests, max_forwards=max_forwards, ahead=True)
@@ -221,13 +224,13 @@ class Engine:
             events = self.step(max_forwards=max_forwards, ahead=True)
 
     def window(self, number: int) -> WindowView | None:
-        """Returns the window of a request as its next forward will see it; None while it waits."""
+        """Returns a request's window as its next forward will see it; None while it waits."""
         index = self.scheduler.index_of(number)
         return None if index is None else self.device.window(index)
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request is waiting or running."""
         return self.scheduler.has_work
 
     @property
@@ -246,7 +249,7 @@ class Engine:
         return self.scheduler.counters
 
     def traits_of(self, request: Request) -> Traits:
-        """Returns the traits that a program needs to decode a request."""
+        """Returns the traits that a program must have to decode a request."""
         window = self.windows.widest(request)
         traits = Traits.of(request.params, window, self.windows.lookup(request))
         if self.windows.is_free(request):
@@ -254,8 +257,8 @@ class Engine:
         return traits.union(self._watched()) if request.traced else traits
 
     def _watched(self) -> Traits:
-        """Returns the traits of a program for traced requests: those who watch one mode mostly
-        watch the others next, so all modes and windows share one program."""
+        """Returns the traits of the program for traced requests. Users who watch one mode usually
+        watch the others next, so a single program serves all modes and windows."""
         settings = self.settings
         every = Traits.everything(settings.window, settings.lookup, grammar=False)
         return Traits(
@@ -270,51 +273,50 @@ class Engine:
     # --- programs and weights -----------------------------------------------------------
 
     def expect(self, params: Sequence[SamplingParams]) -> None:
-        """Prepares for requests with these options, so that none has to compile when it arrives."""
+        """Prepares for requests with these options, so that none waits for compilation."""
         for one in params:
             self._floor = self._floor.union(self.traits_of(Request(-1, (), one)))
 
     def compile(self) -> None:
-        """Compiles what requests with the expected options need, and runs nothing."""
+        """Compiles the programs for the expected requests (see `expect`), without running them."""
         with self._on_mesh():
             self.device.compile(self._traits())
             self._prepare()
 
     @property
     def everything(self) -> Traits:
-        """The traits of a program that decodes any request that this engine takes."""
+        """The traits of a program that decodes any request that this engine accepts."""
         settings, grammar = self.settings, self._grammars is not None
         return Traits.everything(settings.window, settings.lookup, grammar=grammar)
 
     def traits_with(self, requests: Sequence[Request]) -> Traits:
-        """Returns the traits of a program that decodes these requests and all that are under
-        way."""
+        """Returns the traits of a program that decodes these requests and all current ones."""
         traits = self._traits()
         for request in requests:
             traits = traits.union(self.traits_of(request))
         return traits
 
     def compiled_for(self, traits: Traits) -> Traits | None:
-        """Returns the traits of a compiled program that serves sequences with ``traits``, those
-        themselves if there is one; None where all would wait for it to be compiled."""
+        """Returns the traits of the smallest compiled program that serves sequences with
+        ``traits``; None if there is none yet."""
         known = [one for one in self.device.programs.traits if one.holds(traits)]
-        # The least of them is one that most of the others hold.
+        # The smallest is the one that most of the others include.
         return max(known, key=lambda one: sum(o.holds(one) for o in known), default=None)
 
     def compile_program(self, traits: Traits) -> None:
-        """Compiles what sequences with these traits need, in any thread: the engine may be stepped
-        meanwhile in its own."""
+        """Compiles the programs for sequences with these traits. May be called in any thread, while
+        the engine is stepped in its own."""
         with self._on_mesh():
             self.device.compile(traits)
 
     def restart(self) -> None:
-        """Forgets all requests and all that is cached: after an exception of `step`, which leaves
-        the scheduler of no further use."""
+        """Forgets all requests and all cached prefixes. Needed after `step` has raised, which
+        leaves the scheduler unusable."""
         self.device.forget_sequences()
         self.scheduler = self._new_scheduler()
 
     def update(self, model: Transformer) -> None:
-        """Replaces the weights by others of the same shapes; nothing is recompiled.
+        """Replaces the weights with others of the same shapes; nothing is recompiled.
 
         Raises:
           RuntimeError: requests are running or waiting.
@@ -338,23 +340,24 @@ class Engine:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds spent on compiling so far."""
+        """Seconds spent compiling so far."""
         return self.device.programs.seconds
 
     @property
     def num_programs(self) -> int:
-        """Programs compiled so far."""
+        """The number of programs compiled so far."""
         return len(self.device.programs)
 
     def _prepare(self, program: Traits | None = None) -> None:
-        """Makes room for all requests. If windows or drafts are chosen by cost, costs are measured
-        before the first of them is admitted, or learnt as they decode if others run by then."""
+        """Makes room for all requests. Where windows or drafts are chosen by cost, measures the
+        costs before the first such request is admitted; if others are running already, costs are
+        learnt while they decode."""
         traits = self._program() if program is None else program
         widest = Traits(self.settings.window, autoregressive=True)
         chosen = isinstance(self.windows, AutoWindows) and traits.holds(widest)
         copies = traits.lookup and not (self.settings.window or self.settings.deterministic)
         if (chosen or copies) and self.windows.costs is None:
-            if self.scheduler.is_running:  # measuring would write into pages of all
+            if self.scheduler.is_running:  # measuring would overwrite the pages in use
                 sizes = self.settings.program(traits).sizes.tokens
                 self.windows.costs = self.device.costs = CostTable(sizes)
             else:
@@ -375,8 +378,9 @@ class Engine:
         return traits
 
     def _program(self) -> Traits:
-        """Chooses the program for all that are under way: a compiled one while any is, so that what
-        some of them needed is dropped with the last of these."""
+        """Chooses the program for all current requests: while any is running, one that is compiled
+        already where possible. Traits that only earlier requests needed are dropped once none is
+        running."""
         needed, present = self._traits(), self.device.traits
         if needed == present or not self.scheduler.is_running:
             return needed
@@ -401,5 +405,5 @@ def _widest(window_size: int | str) -> int:
 
 
 def runs_apart() -> bool:
-    """Tells whether layers run fastest apart: on a CPU, XLA copies each out of a stack."""
+    """Returns whether layers run faster unstacked: on a CPU, XLA copies each out of a stack."""
     return jax.default_backend() == "cpu"

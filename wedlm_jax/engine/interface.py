@@ -1,5 +1,5 @@
-"""What passes between callers, scheduler and device: requests and their events; bursts to run, and
-the reports of what they did.
+"""The types that callers, scheduler and device exchange: requests and their events, bursts and
+their reports.
 
 A device has R replicas of N sequences each; replica r has the indices r·N … r·N + N − 1 of every
 array here. Page numbers count from 0 in each replica's own cache.
@@ -25,13 +25,13 @@ class Request:
     """A prompt to decode.
 
     Attributes:
-      number: identifies the request; unique.
+      number: a unique number that identifies the request.
       prompt: token ids.
       params: how it is decoded.
       window: W; None lets the engine choose.
-      traced: whether each of its forwards is an event. Bursts are single forwards meanwhile.
-      handle: what its caller holds of it, whose ``caller``, a `wedlm_jax.engine.loop.Caller`, its
-        events are delivered to; None where `Engine.step` returns them.
+      traced: whether each of its forwards is an event. Every burst is a single forward meanwhile.
+      handle: the caller's handle. Events are delivered to its ``caller``, a
+        `wedlm_jax.engine.loop.Caller`; None where `Engine.step` returns them.
     """
 
     number: int
@@ -48,13 +48,13 @@ class Admission:
 
     Attributes:
       index: its place in the arrays.
-      request: what is decoded.
-      text: int32 ``[L]``, the prompt and what was committed before preemption.
+      request: the request.
+      text: int32 ``[L]``, the prompt and the tokens committed before preemption.
       num_cached: tokens of the text whose keys and values are in its pages already; fewer than L.
-      resume: what `ForwardRunner.save` returned at preemption; None for a new request, and
-        wherever tokens do not depend on the window.
+      resume: what `ForwardRunner.save` returned at preemption; None for a new request, and where
+        tokens do not depend on the window.
       lookup: the most drafts that are copied from its text.
-      num_forwards, num_token_instances: counts of the sequence so far.
+      num_forwards, num_token_instances: the sequence's counts so far.
     """
 
     index: int
@@ -71,10 +71,10 @@ class Member(Protocol):
     """A sequence that a burst runs.
 
     Attributes:
-      request: what is decoded.
-      index: its place in the arrays then.
-      is_present: whether it still has this place: it may have finished in the burst before, or have
-        been aborted or preempted since.
+      request: its request.
+      index: its place in the arrays when the burst was submitted.
+      is_present: whether it still has this place. It may have finished in the burst before, or may
+        have been aborted or preempted since.
     """
 
     @property
@@ -87,7 +87,7 @@ class Member(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Burst:
-    """Forwards that the device runs without asking the host.
+    """A number of forwards that the device runs without the host.
 
     The sequence at an index runs from its admission until it finishes or its index is released.
     A forward writes the keys and values of a span after the n computed tokens, so it needs a
@@ -95,18 +95,18 @@ class Burst:
     without room waits for the next burst.
 
     Attributes:
-      released: indices that stop, before anything else happens.
-      admissions: sequences that start; their indices were released or have finished.
+      released: indices of sequences to remove before anything else.
+      admissions: sequences that start, at indices that are released or have finished.
       page_table: int32 ``[R·N, max_pages]``, the pages of each sequence in order, then 0.
-      capacity: int32 ``[R·N]``, tokens that they hold; 0 where there is no sequence.
+      capacity: int32 ``[R·N]``, tokens that these pages hold; 0 where there is no sequence.
       arrival: int32 ``[R·N]``, the ranks 0 … N − 1 of a replica's sequences by arrival. Prompts are
         computed in this order, so that none starves.
       windows: int32 ``[R·N]``, W of each sequence in this burst.
-      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows; 0 pauses
-        all prompts.
+      chunk_tokens: the most prompt tokens that a forward of a replica computes in addition to
+        windows; 0 pauses all prompts.
       max_forwards: the most forwards of each replica, at least 1.
-      until_finished: int32 ``[R]``; a replica is done when so many of its sequences have finished.
-        Replicas know nothing of each other during a burst, which ends when all of them are done.
+      until_finished: int32 ``[R]``; a replica is done when this many of its sequences have
+        finished. Replicas do not communicate during a burst, which ends when all are done.
       members: the sequences.
     """
 
@@ -124,13 +124,14 @@ class Burst:
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """Holds what one sequence committed in a burst.
+    """The tokens that one sequence committed in a burst.
 
     Attributes:
-      token_ids: in the order of the text.
-      forwards_at, instances_at: the sequence's counts after the forward that committed each.
-      drafts_at: the drafts that this forward checked, as `wedlm_jax.completion.Drafts` reads them.
-      logprobs: of each; None where they were not asked for.
+      token_ids: the tokens, in the order of the text.
+      forwards_at, instances_at: the sequence's counts after the forward that committed each token.
+      drafts_at: the drafts that this forward checked, encoded as `wedlm_jax.completion.Drafts`
+        reads them.
+      logprobs: log-probabilities of the tokens; None unless requested.
     """
 
     token_ids: Sequence[int]
@@ -142,17 +143,17 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class WindowForward:
-    """Holds what a forward saw of a sequence's window, and did, by slot.
+    """What a forward saw in a sequence's window and what it did there, slot by slot.
 
     Attributes:
       start: logical position of slot 0.
-      held: the token of each slot that it ran, None where it was a mask.
-      entropies: nats, of what it predicted for each slot and for the one after the last; None
-        where it predicted nothing.
+      held: the token in each slot that it ran; None for a mask.
+      entropies: entropy in nats of its prediction for each slot and for the one after the last;
+        None where it predicted nothing.
       drafted: the token with which it filled each mask; None for other slots.
-      rejected: slots whose drafts verification threw out.
-      seconds: that it took, and the host's part in it.
-      ended: when it ended, as `time.perf_counter` says it.
+      rejected: slots whose drafts failed verification.
+      seconds: how long it took, including the host's work.
+      ended: when it ended, by `time.perf_counter`.
     """
 
     start: int
@@ -166,8 +167,8 @@ class WindowForward:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Says where the sequences stand after a burst; arrays ``[R·N]``, meaningless where there is no
-    sequence. Counts continue across preemption.
+    """The state of the sequences after a burst, as arrays ``[R·N]`` that are meaningless where
+    there is no sequence. Counts continue across preemption.
 
     Attributes:
       num_computed: tokens of the text whose keys and values are final.
@@ -175,15 +176,18 @@ class Report:
       finished: bool, whether a sequence is done.
       stopped: bool, whether a stop token ended it; otherwise its length did.
       num_forwards: decode forwards.
-      num_token_instances: active window slots over these.
-      tokens: of each index; None or empty where nothing was committed.
+      num_token_instances: active window slots, summed over these forwards.
+      tokens: the new tokens of each index; None or empty where nothing was committed.
       errors: by index, the error that ended a sequence.
-      traced: by index, the last forward of sequences whose request is traced, where it ran their
+      traced: by index, the last forward of sequences whose request is traced, if it ran their
         window.
-      num_run: forwards of the burst: of the replica that ran the most. The replicas run theirs at
-        the same time, so the burst took as long as these.
-      seconds: that the burst took, at most.
-      timed: whether it took just these; otherwise it had ended before anyone looked.
+      num_run: forwards of the replica that ran the most. Replicas run at the same time, so this
+        many forwards took the time of the burst.
+      seconds: how long the burst took, at most.
+      timed: whether `seconds` is exact; otherwise the burst had ended before the host looked.
+      sizes: the sizes in which its program runs forwards.
+      by_size: int32 ``[S]``, how many of the ``num_run`` forwards had each of the sizes.
+      windowless: whether its program has no room for windows although others have.
     """
 
     num_computed: np.ndarray
@@ -207,16 +211,16 @@ class ForwardRunner(Protocol):
     """Runs forwards for a scheduler."""
 
     def submit(self, burst: Burst) -> Any:
-        """Gives the device a burst and returns a ticket for its report, without waiting. The device
-        runs bursts in the order in which they come."""
+        """Submits a burst and returns a ticket for its report, without waiting. The device runs
+        bursts in the order of submission."""
 
     def collect(self, ticket: Any) -> Report:
-        """Waits for the end of a burst and returns its report. Tickets are collected in order."""
+        """Waits for a burst to end and returns its report. Tickets are collected in order."""
 
     def save(self, index: int, request: Request) -> Any:
         """Returns the window of a sequence in mode "paper", whose tokens depend on it, for
-        `Admission.resume`. During prefill that is what it was admitted with, or a window that has
-        not opened yet. Called while no burst is in flight."""
+        `Admission.resume`. During prefill this is the window that the sequence was admitted with,
+        or one that has not opened yet. Called while no burst is in flight."""
 
 
 # --- Events ----------------------------------------------------------------------------------
@@ -224,10 +228,10 @@ class ForwardRunner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _OfRequest:
-    """What all events have.
+    """Base class of events.
 
     Attributes:
-      request: whose event it is.
+      request: the request that the event belongs to.
     """
 
     request: Request = dataclasses.field(repr=False)
@@ -243,13 +247,13 @@ class TokenDelta(_OfRequest):
     """Tokens that a sequence has committed since the last step.
 
     Attributes:
-      token_ids: in the order of the text, a stop token included.
-      logprobs: of each; None where they were not asked for.
+      token_ids: the tokens in the order of the text, a stop token included.
+      logprobs: log-probabilities of the tokens; None unless requested.
       num_output: tokens of the completion so far, these included.
-      num_forwards, num_token_instances: counts of the sequence so far.
-      forwards_at, instances_at: those two when each of the tokens was committed.
-      drafts_at: the drafts that were checked then, as `wedlm_jax.completion.Drafts` reads them.
-      num_cached_tokens: tokens of the prompt that were in the cache before.
+      num_forwards, num_token_instances: the sequence's counts so far.
+      forwards_at, instances_at: those counts when each of the tokens was committed.
+      drafts_at: the drafts checked then, encoded as `wedlm_jax.completion.Drafts` reads them.
+      num_cached_tokens: tokens of the prompt found in the prefix cache.
     """
 
     token_ids: list[int]
@@ -263,7 +267,7 @@ class TokenDelta(_OfRequest):
     num_cached_tokens: int = 0
 
     def followed_by(self, later: TokenDelta) -> TokenDelta:
-        """Returns both in one: the tokens of two steps."""
+        """Returns the tokens of this event and of a later one in a single event."""
         logprobs = self.logprobs
         if logprobs is not None and later.logprobs is not None:
             logprobs = logprobs + later.logprobs
@@ -286,19 +290,19 @@ class Finished(_OfRequest):
 
 @dataclasses.dataclass(frozen=True)
 class Failed(_OfRequest):
-    """A request cannot be decoded, or not to its end; its last event."""
+    """A request could not be decoded, or not to its end; its last event."""
 
     error: Exception
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced(_OfRequest):
-    """A forward of a traced request that ran its window; the event of its tokens follows.
+    """A forward of a traced request that ran its window; the event with its tokens follows.
 
     Attributes:
       forward: what it saw and did.
       committed: the tokens that it added to the text.
-      num_forwards, num_token_instances: counts of the sequence so far.
+      num_forwards, num_token_instances: the sequence's counts so far.
     """
 
     forward: WindowForward
@@ -330,11 +334,11 @@ class Counters:
     """Counters of the scheduler, over all replicas.
 
     Attributes:
-      running, waiting: sequences.
+      running, waiting: sequences that are running, and that wait.
       pages: all pages that sequences can have.
-      pages_free: of these, the empty ones.
-      pages_cached: those that hold only prefixes of finished sequences.
-      pages_used: those of running sequences.
+      pages_free: empty pages.
+      pages_cached: pages that hold only prefixes of finished sequences.
+      pages_used: pages of running sequences.
       places_computed: tokens in used pages whose keys and values are final.
       places_spanned: tokens after these that the next forwards write.
       prefix_tokens: tokens found in the prefix cache when their sequence was admitted.

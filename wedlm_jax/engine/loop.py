@@ -1,7 +1,7 @@
-"""The engine's loop: steps it in a thread of its own, for callers in any other threads.
+"""Steps an engine in a thread of its own, for callers in any other thread.
 
-Requests and aborts come in at any time and join at the next step; events go out to the caller of
-each request's handle. The thread lives while there is work.
+Requests and aborts may come at any time and take effect at the next step; events are delivered to
+the caller named by each request's handle. The thread lives while there is work.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from wedlm_jax.host.signals import beside_main_thread
 
 
 class Caller:
-    """Somebody who waits for events: of one request, or of many.
+    """Receives the events of one or more requests.
 
     Args:
-      take: called with the events of a step, all of the caller's at once.
-      seconds: the longest that a burst should take, for a caller that reads tokens as they come;
+      take: called with all of the caller's events of a step.
+      seconds: the longest that a burst should take, for a caller that shows tokens as they come;
         None lets the engine choose.
-      patience: seconds during which new tokens may be held back, to be delivered together with
-        later ones: each delivery takes time. Whatever ends a request is delivered at once.
+      patience: how many seconds new tokens may be held back to be delivered together with later
+        ones, since each delivery takes time. An event that ends a request is delivered at once.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Caller:
         self.take, self.seconds, self._patience = take, seconds, patience
         self._events: list[Event] = []
         self._deltas: dict[int, int] = {}
-        """Where the held tokens of each request stand among the events."""
+        """By request number, the index in `_events` of its held tokens."""
         self._is_urgent, self._last = False, -math.inf
 
     def hold(self, event: Event) -> None:
-        """Keeps an event until `released`; tokens of one request become one event."""
+        """Keeps an event until `released` returns it; a request's tokens are merged into one."""
         place = self._deltas.get(event.number)
         if not isinstance(event, TokenDelta):
             self._deltas.pop(event.number, None)
@@ -64,7 +64,7 @@ class Caller:
         self._events.append(event)
 
     def released(self, now: float) -> list[Event]:
-        """Returns the events that are due at a time, as `time.perf_counter` tells it."""
+        """Returns the events that are due at a time, by `time.perf_counter`."""
         if not (self._is_urgent or now - self._last >= self._patience):
             return []
         events, self._events, self._deltas = self._events, [], {}
@@ -73,7 +73,7 @@ class Caller:
 
 
 Parcels: TypeAlias = list[tuple[Caller, list[Event]]]
-"""The events of a step, by whom they are for."""
+"""The events to deliver after a step, by caller."""
 
 
 @dataclasses.dataclass
@@ -88,24 +88,24 @@ class _Inbox:
 class EngineLoop:
     """Steps an engine for all its callers.
 
-    After an exception of a step everything that was under way fails with it, since nobody can tell
-    whose request was the cause, and the engine starts afresh.
+    When a step raises, all current requests fail with its exception, since the request that caused
+    it is unknown, and the engine is restarted.
 
     Args:
-      engine: which nobody else steps, unless the loop is `paused`.
+      engine: the engine; only the loop steps it, unless the loop is `paused`.
 
     Attributes:
-      engine: that one.
-      restarts: how often the engine started afresh.
-      is_broken: whether that failed, too; every request fails from then on.
+      engine: the engine.
+      restarts: how often the engine was restarted.
+      is_broken: whether a restart failed; all requests fail from then on.
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.restarts, self.is_broken = 0, False
         self._numbers = itertools.count()
-        # A generator may be closed by the garbage collector, in any thread at any line, and then
-        # aborts its requests: the lock of a condition may be taken again by its own thread.
+        # The garbage collector may close a generator, which aborts its requests, in any thread at
+        # any line. A condition's lock is reentrant, so this is safe in the thread that holds it.
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._thread: threading.Thread | None = None
@@ -124,15 +124,15 @@ class EngineLoop:
         with self._changed:
             self._inbox.submitted += requests
             if self._thread is None:
-                # The interpreter must not end within a step: at its exit this waits for one.
+                # The interpreter must not exit during a step; this waits for the step to end.
                 atexit.register(self._close_at_exit)
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
 
     def abort(self, numbers: Sequence[int]) -> None:
-        """Ends requests at the next step, which frees their pages. Unknown ones are ignored; known
-        ones cause no more events, except those that are being delivered right now."""
+        """Ends requests at the next step, which frees their pages. Unknown numbers are ignored. No
+        more events come, except those that are being delivered at this moment."""
         with self._changed:
             if len(numbers) and self._thread is not None:
                 self._inbox.aborted += numbers
@@ -140,7 +140,7 @@ class EngineLoop:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Lets nobody else use the engine in the block; requests wait."""
+        """Reserves the engine for the block; requests wait."""
         with self._one_pause:
             with self._changed:
                 self._pauses += 1
@@ -154,12 +154,12 @@ class EngineLoop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way, or was submitted."""
+        """Whether any request is running, waiting or submitted."""
         with self._changed:
             return self._thread is not None
 
     def close(self) -> None:
-        """Ends after the present step, and aborts whatever is under way."""
+        """Ends the thread after the current step and aborts all requests."""
         with self._changed:
             thread, self._is_closing = self._thread, True
             self._changed.notify_all()
@@ -170,18 +170,19 @@ class EngineLoop:
     def _close_at_exit(self) -> None:
         try:
             self.close()
-        except KeyboardInterrupt:  # XLA does not survive that the interpreter ends under it
+        except KeyboardInterrupt:  # XLA crashes if the interpreter exits during a step
             os._exit(INTERRUPTED)
 
-    # --- what a server does otherwise -----------------------------------------------------
+    # --- what a server overrides ----------------------------------------------------------
 
     def _admitted(self, waiting: list[Request]) -> tuple[list[Request], list[Event], Traits | None]:
-        """Decides who joins now: returns requests, the failures of others, and the program to run
-        (None for the least that serves all). The rest is offered again at the next step."""
+        """Decides which waiting requests join now. Returns those, the failures of others, and the
+        traits of the program to run (None for the smallest that serves all). The remaining requests
+        are offered again at the next step."""
         return waiting, [], None
 
     def _may_wait(self) -> bool:
-        """Whether requests that have not joined are to wait without a step."""
+        """Returns whether requests that have not joined may wait without a step."""
         return False
 
     def _hand_out(self, parcels: Parcels) -> None:
@@ -193,7 +194,7 @@ class EngineLoop:
         """Called after every step."""
 
     def _failed(self, error: Exception) -> None:
-        """Called with what a step, or a fresh start, has raised."""
+        """Called with the exception that a step or a restart has raised."""
 
     # --- the thread -------------------------------------------------------------------------
 
@@ -210,7 +211,7 @@ class EngineLoop:
                 waiting = []
             self._stepped()
             parcels = self._parcels(events, gone)
-            # Whoever hears of the last event may use the engine otherwise.
+            # Once the last event is delivered, its caller may use the engine in other ways.
             is_over = self._ends_now(waiting)
             if parcels:
                 self._hand_out(parcels)
@@ -218,8 +219,8 @@ class EngineLoop:
                 return
 
     def _next_turn(self, waiting: list[Request]) -> _Inbox | None:
-        """Returns what has come in since the last step, once there is something to do; None if the
-        loop was closed meanwhile."""
+        """Waits until there is something to do and returns what was submitted or aborted since the
+        last step; None if the loop was closed meanwhile."""
 
         def may_go_on() -> bool:
             idle = waiting and not self._has_work and self._may_wait()
@@ -258,7 +259,7 @@ class EngineLoop:
     def _step(
         self, waiting: list[Request], aborted: Sequence[int]
     ) -> tuple[list[Request], list[Event]]:
-        """Runs a step; returns the requests that have not joined yet, and what happened."""
+        """Runs a step; returns the requests that have not joined yet, and the events."""
         engine = self.engine
         if self.is_broken:
             error = RuntimeError("the engine failed and could not be started afresh")
@@ -279,13 +280,13 @@ class EngineLoop:
         self.restarts += 1
         try:
             self.engine.restart()
-        except Exception as fault:  # whatever it is: every caller hears that the engine is broken
+        except Exception as fault:  # of any kind: from now on every request fails
             self._failed(fault)
             self.is_broken = True
         return [Failed(request, error) for request in lost.values()]
 
     def _parcels(self, events: Sequence[Event], gone: set[int]) -> Parcels:
-        """Returns what is due now, these events included unless their requests were aborted."""
+        """Adds these events, except those of aborted requests, and returns all that are due now."""
         now = time.perf_counter()
         for event in events:
             handle = event.request.handle

@@ -1,4 +1,4 @@
-"""Compiled programs of a device, each for some traits, and kept: in memory and on the disk."""
+"""The compiled programs of a device, each for certain traits, cached in memory and on disk."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ Busy: TypeAlias = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class CompiledPrograms:
-    """Compiles programs when they are first wanted, in any thread.
+    """Compiles programs when they are first needed, in any thread.
 
-    Compilation is kept apart from running so that its time is known and never counted as decoding.
+    Compilation is separate from running so that its time is known and never counted as decoding.
 
     Args:
-      graph: of the model.
-      mesh: of the model; None for one device.
-      store: where programs are kept for the next process; None keeps them nowhere.
+      graph: the model's graph definition.
+      mesh: the model's mesh; None for a single device.
+      store: where programs are stored for the next process; None stores nothing.
 
     Attributes:
-      formats: how the parameters must lie in memory, as the first burst to be compiled wants them;
-        None before that, and where the compiler does not choose.
-      seconds: spent on compiling so far, and on loading what was compiled before.
-      while_busy: makes a context for what callers wait for, which it is told: a program that is
-        compiled or loaded, a measurement.
+      formats: the memory layouts of the parameters, chosen when the first burst is compiled; None
+        before that, and where the compiler does not choose.
+      seconds: time spent so far compiling programs and loading stored ones.
+      while_busy: given a description of what callers wait for (a program that is compiled or
+        loaded, a measurement), returns a context manager that is entered meanwhile.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class CompiledPrograms:
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Says what callers wait for, and counts it as time of compiling."""
+        """Announces what callers wait for in the block, and counts its time as compiling."""
         started = time.monotonic()
         with self.while_busy(what):
             yield
@@ -101,14 +101,15 @@ class CompiledPrograms:
 
     @property
     def traits(self) -> list[Traits]:
-        """Those whose sequences can be decoded without compiling."""
+        """The traits for which a burst is compiled."""
         return [key[1] for key in list(self._compiled) if key[0] is burst]
 
     def compile(self, parameters: Any, kinds: list[Traits]) -> None:
-        """Compiles all that sequences of these kinds need, which may follow one another.
+        """Compiles all programs for sequences of these kinds, including the changes from one kind
+        to another.
 
         Args:
-          parameters: of the model, or their shapes.
+          parameters: the model's parameters, or their shapes.
         """
         for old, new in permutations(dict.fromkeys([*kinds, *self.traits]), 2):
             if slot_sizes(old) != slot_sizes(new):
@@ -118,8 +119,8 @@ class CompiledPrograms:
             self.burst(parameters, traits)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
-        """Returns the program of a burst of forwards, which takes a list of the parameters' arrays
-        that lie as `formats` says."""
+        """Returns the program of a burst of forwards, which takes a list of the parameters' arrays,
+        in the layouts of `formats`."""
         key = (burst, traits)
         if key in self._compiled:
             return self._compiled[key]
@@ -145,7 +146,7 @@ class CompiledPrograms:
         return self._kept(key, lower_laid_out, *depends, str(self.formats))
 
     def entry(self, traits: Traits) -> jax.stages.Compiled:
-        """Returns the program for sequences that enter and leave."""
+        """Returns the program that adds and removes sequences."""
 
         def lower() -> jax.stages.Lowered:
             settings = self._settings
@@ -158,7 +159,7 @@ class CompiledPrograms:
         return self._kept((enter, *slot_sizes(traits).values()), lower)
 
     def resize(self, old: Traits, new: Traits) -> jax.stages.Compiled:
-        """Returns the program that gives the state of one kind the slots of another."""
+        """Returns the program that resizes the state of one kind to the slots of another."""
 
         def lower() -> jax.stages.Lowered:
             state = abstract_state(self._settings, old, self._mesh)
@@ -170,7 +171,7 @@ class CompiledPrograms:
     def of_model(
         self, function: Any, parameters: Any, *arguments: Any, **static: Any
     ) -> jax.stages.Compiled:
-        """Compiles a jitted function of graph, parameters and arguments of these shapes."""
+        """Compiles a jitted function of graph, parameters and arguments for their shapes."""
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((parameters, arguments)))
         layouts = self.formats is None
         key = (function, shapes, layouts, jax.tree.structure(arguments), tuple(static.items()))
@@ -183,11 +184,11 @@ class CompiledPrograms:
     def _kept(
         self, key: Any, lower: Callable[[], jax.stages.Lowered], *depends: Any
     ) -> jax.stages.Compiled:
-        """Returns the program of that key: from memory, from the store, or compiled.
+        """Returns the program with a key: from memory, from the store, or compiled.
 
         Args:
           key: the function, and what it is compiled for.
-          depends: what else the executable depends on beside the engine, for its name in the store.
+          depends: what the executable depends on besides key and engine, for its name in the store.
         """
         with self._busy.setdefault(key, threading.Lock()):
             if key not in self._compiled:
@@ -225,12 +226,12 @@ def _shapes(tree: Any) -> list[str]:
     return [str(structure), *map(str, placed)]
 
 
-def _abstract(x: Any, wanted: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=wanted)
+def _abstract(x: Any, layout: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
 
 def slot_sizes(traits: Traits) -> dict[str, Any]:
-    """Returns the traits on which the shape of a state depends."""
+    """Returns those of the traits that determine the shape of the state."""
     return {
         "window": traits.window,
         "with_logprobs": traits.logprobs,
@@ -244,13 +245,14 @@ Graph = nnx.GraphDef[Transformer]
 
 
 class BurstResult(NamedTuple):
-    """Holds what a burst returns.
+    """The result of one burst.
 
     Attributes:
-      state, pages: on the device, for the next burst.
+      state, pages: the new state and pages, which stay on the device for the next burst.
       numbers: int32 ``[N, 7 + 4 E]`` for the host; see `wedlm_jax.decode.state.pack_for_host`.
-      logprobs: ``[N, E]`` of the emitted tokens; None where no sequence asks for them.
-      counters: int32 ``[R]`` or ``[R, S]``, of each replica.
+      logprobs: ``[N, E]``, log-probabilities of the emitted tokens; None where no sequence asks for
+        them.
+      counters: int32 ``[R]`` or ``[R, S]``, counters of each replica.
       last: the last forward; None without trait "traced".
     """
 
@@ -295,16 +297,16 @@ def burst(
 
 @partial(jax.jit, donate_argnames="state")
 def enter(state: DecodeState, entrants: Entrants, released: Array) -> DecodeState:
-    """Puts sequences in and out; see `wedlm_jax.decode.state.admit`. Every replica gets all
-    entrants, and takes its own."""
+    """Adds and removes sequences; see `wedlm_jax.decode.state.admit`. Every replica receives all
+    entrants and takes its share."""
 
     def on_replica(
         state: DecodeState, entrants: Entrants, released: Array, indices: Array
     ) -> DecodeState:
         count = indices.shape[0]
-        own = entrants.index - indices[0]
-        own = jnp.where((own >= 0) & (own < count), own, count)
-        return admit(state, dataclasses.replace(entrants, index=own), released)
+        local = entrants.index - indices[0]
+        local = jnp.where((local >= 0) & (local < count), local, count)
+        return admit(state, dataclasses.replace(entrants, index=local), released)
 
     indices = jnp.arange(released.shape[0], dtype=jnp.int32)
     return on_replicas(on_replica, whole=(1,))(state, entrants, released, indices)
@@ -331,19 +333,20 @@ def lower_burst(
     *,
     choose_layouts: bool = False,
 ) -> jax.stages.Lowered:
-    """Lowers the burst of an engine, under its mesh.
+    """Lowers an engine's burst, under its mesh.
 
-    Compiled, it takes a list of the parameters' arrays, state, pages, options, allowance and
-    changed windows, and overwrites state and pages. A list, because flattening Flax's tree of
-    variables takes as long as all else that calls a program.
+    The compiled program takes a list of the parameters' arrays, the state, the pages, the options,
+    the allowance and which windows changed, and overwrites state and pages. It takes a list because
+    flattening Flax's tree of variables would double the time of a call.
 
     Args:
-      graph, parameters: of the model; the parameters may be shapes.
-      traits: of the sequences.
-      mesh: of the devices; None for one device.
-      choose_layouts: let the compiler choose how each parameter lies in memory. The compiled
-        program's ``input_formats`` say how. Otherwise a TPU program copies each parameter that its
-        loop wants to lie differently, in every burst: 0.3 GiB a chip of an 8B model on eight.
+      graph, parameters: the model's graph definition and parameters; these may be shapes.
+      traits: the traits of the sequences.
+      mesh: the mesh of the devices; None for a single device.
+      choose_layouts: let the compiler choose the memory layout of each parameter; the compiled
+        program's ``input_formats`` has them. Otherwise a TPU program copies, in every burst, each
+        parameter for whose layout its loop has another preference: 0.3 GiB per chip for an 8B model
+        on eight chips.
     """
     arguments = burst_arguments(config, settings, traits, mesh)
     leaves, structure = jax.tree.flatten(parameters)
@@ -352,19 +355,19 @@ def lower_burst(
         parameters = jax.tree.unflatten(structure, leaves)
         return burst(graph, settings.program(traits), parameters, *arguments)
 
-    wanted: Any = None
+    formats: Any = None
     if choose_layouts:
-        wanted = [Format(Layout.AUTO, x.sharding) for x in leaves]
+        formats = [Format(Layout.AUTO, x.sharding) for x in leaves]
         leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    jitted = jax.jit(run, in_shardings=(wanted, *[None] * len(arguments)), donate_argnums=(1, 2))
+    jitted = jax.jit(run, in_shardings=(formats, *[None] * len(arguments)), donate_argnums=(1, 2))
     return jitted.lower(leaves, *arguments)
 
 
 def burst_arguments(
     config: ModelConfig, settings: EngineSettings, traits: Traits, mesh: Mesh | None
 ) -> tuple[Any, ...]:
-    """Returns the shapes of what `burst` takes after the parameters: the state, the pages, the
-    options, the allowance, and which windows have changed."""
+    """Returns the shapes of the arguments of `burst` after the parameters: the state, the pages,
+    the options, the allowance, and which windows have changed."""
     pages = jax.eval_shape(
         partial(
             allocate_pages,
@@ -404,12 +407,12 @@ def _seconds(settings: EngineSettings, traits: Traits) -> Any:
 
 
 def abstract_state(settings: EngineSettings, traits: Traits, mesh: Mesh | None) -> Any:
-    """Returns the shapes of the state, each where the mesh has it."""
+    """Returns the shapes of the state, with their shardings."""
     return _placed(mesh, jax.eval_shape(partial(empty_state, settings, traits)), ())
 
 
 def empty_state(settings: EngineSettings, traits: Traits) -> Any:
-    """Allocates the state of an engine without any sequence."""
+    """Allocates the state of an engine without sequences."""
     return idle_state(
         settings.sequences,
         window=traits.window,
@@ -420,11 +423,11 @@ def empty_state(settings: EngineSettings, traits: Traits) -> Any:
     )
 
 
-def _placed(mesh: Mesh | AbstractMesh | None, tree: Any, behind: tuple[str | None, ...]) -> Any:
-    """Returns shapes with a sharding: the first axis over replicas, those after it as named."""
+def _placed(mesh: Mesh | AbstractMesh | None, tree: Any, names: tuple[str | None, ...]) -> Any:
+    """Returns shapes with shardings: the first axis over replicas, the following axes by name."""
     if mesh is None:
         return tree
-    axes = [AXIS_RULES[axis] if axis else None for axis in behind]
+    axes = [AXIS_RULES[axis] if axis else None for axis in names]
 
     def place(leaf: Any) -> Any:
         spec = PartitionSpec("data", *axes) if leaf.ndim else PartitionSpec()
@@ -436,7 +439,8 @@ def _placed(mesh: Mesh | AbstractMesh | None, tree: Any, behind: tuple[str | Non
 # --- Sequences that enter --------------------------------------------------------------------
 
 ENTRANTS_AT_ONCE = 16
-"""The most sequences that enter in one call, padded up to so that the call has one shape."""
+"""The most sequences that enter in one call. Calls are padded to this number, so that all have one
+shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,9 +448,9 @@ class SavedWindow:
     """The window of a preempted sequence.
 
     Attributes:
-      tokens, filled: of its active slots, ``[active]``.
-      logprobs: of the filled ones, ``[active]``, with as many alternatives as the request asks
-        for; None where it asks for none.
+      tokens, filled: ``[active]``, the tokens of its active slots and whether they are filled.
+      logprobs: ``[active]``, log-probabilities of the filled slots, with as many alternatives as
+        the request asks for; None if it asks for none.
       window: W.
     """
 
@@ -462,7 +466,7 @@ def make_entrants(
     admissions: Sequence[Admission],
     windows: np.ndarray,
 ) -> Entrants:
-    """Returns up to `ENTRANTS_AT_ONCE` admissions as a program with these traits takes them.
+    """Converts up to `ENTRANTS_AT_ONCE` admissions into arguments of a program with these traits.
 
     Args:
       windows: int ``[N]``, W of every sequence.
@@ -480,10 +484,10 @@ def make_entrants(
         index[i] = admission.index
         text[i, : len(admission.text)] = admission.text
         window = int(windows[admission.index])
-        numbers[i], own_tokens, own_filled = _window_of(
+        numbers[i], row, row_filled = _window_of(
             admission, window, anchored=_is_anchored(admission, window)
         )
-        tokens[i, : len(own_tokens)], filled[i, : len(own_filled)] = own_tokens, own_filled
+        tokens[i, : len(row)], filled[i, : len(row_filled)] = row, row_filled
         if admission.resume is not None and logprobs is not None:
             _put(logprobs, i, admission.resume.logprobs)
     return Entrants(index, text, numbers, tokens, filled, logprobs)  # type: ignore[arg-type]
@@ -496,8 +500,8 @@ def _is_anchored(admission: Admission, window: int) -> bool:
 def _window_of(
     admission: Admission, window: int, *, anchored: bool
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Returns what `Entrants` needs of a sequence: its numbers, its window's tokens, and which of
-    the slots are filled."""
+    """Returns a sequence's row of `Entrants`: its numbers, its window's tokens, and which slots are
+    filled."""
     length, prompt = len(admission.text), len(admission.request.prompt)
     prefill = length - anchored
     computed = min(admission.num_cached, prefill)

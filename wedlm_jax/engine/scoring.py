@@ -1,4 +1,4 @@
-"""Scores given texts by the model's autoregressive log-probabilities: one forward, no decoding.
+"""Scores texts by the model's autoregressive log-probabilities: one forward, no decoding.
 
 Tested by tests/wedlm_jax/test_llm.py.
 """
@@ -28,7 +28,7 @@ SHORTEST = 32
 """Texts are padded to a power of two, at least this many tokens."""
 TOKENS_AT_ONCE = 4096
 LOGITS_AT_ONCE = 128
-"""Positions of a text whose logits exist at once."""
+"""The most positions of a text whose logits are in memory at once."""
 
 
 @partial(jax.jit, static_argnames=("graph", "top", "int8_kv", "vocabulary"))
@@ -42,8 +42,8 @@ def score_texts(
     vocabulary: Vocabulary,
 ) -> Logprobs:
     """Returns the log-probability of each of ``tokens [N, T]`` given those before it, ``[N, T]``,
-    with ``top`` alternatives each; that of the first token is meaningless. What may not be chosen
-    has −inf."""
+    with ``top`` alternatives each. The first token's is meaningless; that of a token outside the
+    vocabulary is −inf."""
     model = nnx.merge(graph, parameters)
     count, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -74,8 +74,8 @@ def score(
 
     Args:
       texts: token ids of prompts and completions.
-      top: alternatives beside each token.
-      turn: entered around each use of the engine, for a caller that shares it.
+      top: the number of alternatives reported for each token.
+      turn: a context manager entered around each use of the engine, for callers that share it.
     """
     by_length: dict[int, list[int]] = {}
     for number, (prompt, completion) in enumerate(texts):

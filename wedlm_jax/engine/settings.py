@@ -1,5 +1,5 @@
-"""The checked settings of an engine, from what a user asks for and what fits the platform, and how
-many pages fit beside the weights and the largest compiled program."""
+"""Plans an engine: checks the user's options, fills in what suits the platform, and works out how
+many pages fit in memory besides the weights and the largest compiled program."""
 
 from __future__ import annotations
 
@@ -25,31 +25,33 @@ from wedlm_jax.sharding import shards
 
 PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
 CHUNK_TOKENS = {"cpu": 256, "gpu": 512, "tpu": 1024}
-"""Prompt tokens that a forward computes beside the windows: as many as hardly slow it down."""
+"""The most prompt tokens that a forward computes in addition to the windows, chosen so that they
+hardly slow it down."""
 BALANCED_TOKENS = {"cpu": 32, "gpu": 512, "tpu": 512}
-"""Tokens of a forward that takes about twice as long as that of one token: about twice as many as
-the device computes while it reads the weights."""
+"""The size in tokens of a forward that takes about twice as long as one of a single token. This is
+about twice the number of tokens that the device computes while it reads the weights."""
 TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
-"""The most tokens that pass the layers at once. More would not be cheaper per token; larger
+"""The most tokens that go through the layers at once. More would not be cheaper per token; larger
 forwards are computed in parts of this size, with little padding."""
 EMITTED = 256
-"""Tokens that a sequence may commit before the host fetches them."""
+"""The least room for tokens that a sequence commits before the host fetches them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerSizes:
-    """The sizes that the device was made for.
+    """The sizes of a device that its scheduler has to know.
 
     Attributes:
       num_replicas: R.
-      num_sequences: N, of each replica.
-      num_pages: of each replica's cache, the trash page included.
-      page_size: tokens a page holds.
-      max_pages: columns of the page table: pages that one sequence can have.
-      chunk_tokens: prompt tokens that a forward of a replica may compute beside windows.
-      balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
+      num_sequences: N, sequences per replica.
+      num_pages: pages of each replica's cache, the trash page included.
+      page_size: tokens per page.
+      max_pages: the most pages of one sequence, which are the columns of the page table.
+      chunk_tokens: the most prompt tokens that a forward of a replica computes in addition to
+        windows.
+      balanced_tokens: the size of a forward that takes about twice as long as one of one token.
       max_model_len: the most tokens of a prompt and its completion together.
-      longest_burst: forwards of a burst while no sequence waits.
+      longest_burst: the most forwards of a burst while no sequence waits.
     """
 
     num_replicas: int
@@ -65,29 +67,29 @@ class SchedulerSizes:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-    """The settings of an engine; `wedlm_jax.engine.engine.Engine` says what they mean to a user.
+    """The settings of an engine, derived from an `EngineConfig`.
 
     Attributes:
-      replicas: R, of the mesh's ``data`` axis.
+      replicas: R, the size of the mesh's ``data`` axis.
       sequences_each: N, the most sequences that a replica decodes together.
       window: W, the widest window of the engine.
       lookup: the most drafts that are copied from a text; 0 for none.
       max_text: the most tokens of a prompt and its completion together.
-      emitted: E, tokens that a sequence may commit in a burst.
-      page_size: tokens of a page.
-      num_pages: of a replica, the trash page included.
-      max_pages: of one sequence.
-      cache_dtype: of keys and values.
-      chunk_tokens: the most prompt tokens that a forward computes beside windows.
-      balanced_tokens: tokens of a forward that takes about twice as long as that of one token.
-      tokens_at_once: the most tokens that pass the layers at once.
-      coarse_sizes: whether forwards are compiled at few sizes, far apart.
-      whole_tokens: computed together by a CPU's matrix product; see `forward_sizes`.
-      compiler_lays_out: whether the compiler chooses how parameters lie in memory.
+      emitted: E, the most tokens that a sequence may commit in a burst.
+      page_size: tokens per page.
+      num_pages: pages of each replica, the trash page included.
+      max_pages: the most pages of one sequence.
+      cache_dtype: dtype of keys and values.
+      chunk_tokens: the most prompt tokens that a forward computes in addition to windows.
+      balanced_tokens: the size of a forward that takes about twice as long as one of one token.
+      tokens_at_once: the most tokens that go through the layers at once.
+      coarse_sizes: whether forwards are compiled in a few, widely spaced sizes.
+      whole_tokens: how many tokens a CPU's matrix product computes together; see `forward_sizes`.
+      compiler_lays_out: whether the compiler chooses the memory layouts of the parameters.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       refill: "streaming" or "blockwise".
       deterministic: whether every forward of every program has the same shape.
-      eos_token_ids: of the model.
+      eos_token_ids: the model's end-of-text tokens.
       vocabulary: the tokens that may be chosen.
     """
 
@@ -115,7 +117,7 @@ class EngineSettings:
 
     @property
     def sequences(self) -> int:
-        """All sequences that decode together, over all replicas."""
+        """The most sequences that decode together, over all replicas."""
         return self.replicas * self.sequences_each
 
     @property
@@ -125,7 +127,7 @@ class EngineSettings:
 
     @property
     def scheduler_sizes(self) -> SchedulerSizes:
-        """What a scheduler has to know of them."""
+        """The sizes that a scheduler has to know."""
         return SchedulerSizes(
             num_replicas=self.replicas,
             num_sequences=self.sequences_each,
@@ -140,9 +142,9 @@ class EngineSettings:
     def program(self, traits: Traits) -> Program:
         """Returns what a burst of sequences with these traits is compiled for.
 
-        The size of a deterministic engine is that of its own window: not of whoever is there, since
-        a sequence must not notice who is. A program for everything has few sizes: it is to be
-        compiled soon, and to serve until a better one is there.
+        A deterministic engine has a single size, which follows from the engine's window and not
+        from the traits, so that a sequence's result is independent of others. A program for all
+        requests has few sizes: it has to compile quickly, and serves until a better one is ready.
         """
         alike = self.deterministic
         sizes = forward_sizes(
@@ -180,18 +182,18 @@ def plan_engine(
     """Works out the settings, under the current mesh.
 
     Args:
-      model: its configuration.
-      config: what a user asks for.
-      window, lookup: the widest window of masks and the most copied drafts, as decided.
+      model: the model's configuration.
+      config: the user's options.
+      window, lookup: the widest window of masks and the most copied drafts.
       known_tokens: the ids that the model's tokenizer knows; None without a tokenizer.
-      dtype: of the model's parameters.
-      platform: of the devices, as JAX names it.
-      replicas: of the mesh's ``data`` axis.
+      dtype: dtype of the model's parameters.
+      platform: JAX's name of the devices' platform.
+      replicas: size of the mesh's ``data`` axis.
       weights: bytes of the parameters on one device.
-      limit: bytes of a device; by default what it reports.
+      limit: memory of a device in bytes; by default what it reports.
 
     Raises:
-      InputError: naming the option that does not fit.
+      InputError: an option does not fit; the message names it.
     """
     if window and not model.knows_masks and model.mask_token_id is None:
         raise InputError(
@@ -269,14 +271,14 @@ GIB = 2**30
 USABLE = 0.95
 """Share of an accelerator's memory that is planned for; the rest is lost to fragmentation."""
 CPU_SHARE = 0.3
-"""Share of a machine's memory that pages may take on a CPU, beside other programs."""
+"""Share of a machine's memory that pages may take on a CPU, which other programs use too."""
 SPARE = 1.5
-"""Pages in proportion to those that all sequences at full length need; the rest caches prefixes."""
+"""Pages in proportion to what all sequences need at full length; the rest caches prefixes."""
 CPU_TOKENS = 2048
-"""Tokens for which each sequence has pages on a CPU, where the model's context is longer. Most
-texts are shorter; where they are not, sequences wait for one another."""
+"""Tokens for which each sequence has pages on a CPU, if the model's context is longer. Most texts
+are shorter; if they are not, sequences wait for one another."""
 MOST_SPARE = 4
-"""The most pages on an accelerator, in proportion to those of `SPARE`."""
+"""The most pages on an accelerator, in proportion to the number that `SPARE` gives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,10 +288,10 @@ class MemoryPlan:
     Attributes:
       weights: this device's share of the model.
       pages: this device's share of the keys and values.
-      working: what the largest compiled program needs beside them.
+      working: what the largest compiled program needs in addition.
       limit: the device's memory; None if it is not known.
-      num_pages: of each replica, the trash page included.
-      page_size: tokens a page.
+      num_pages: pages of each replica, the trash page included.
+      page_size: tokens per page.
     """
 
     weights: int
@@ -314,7 +316,7 @@ class MemoryPlan:
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: Any) -> int:
-    """Returns the bytes of a page of all layers on one device of the current mesh."""
+    """Returns the bytes of one page, over all layers, on one device of the current mesh."""
     heads = max(config.num_key_value_heads // shards("heads"), 1)
     numbers = config.num_hidden_layers * page_size * 2 * heads
     size = jax.numpy.dtype(dtype).itemsize
@@ -323,7 +325,7 @@ def bytes_per_page(config: ModelConfig, page_size: int, dtype: Any) -> int:
 
 
 def parameter_bytes(parameters: Any) -> int:
-    """Returns the bytes of the parameters that one device holds."""
+    """Returns the bytes of the parameters on one device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(parameters)
@@ -331,14 +333,14 @@ def parameter_bytes(parameters: Any) -> int:
 
 
 def working_bytes(config: ModelConfig, tokens: int, total: int, dtype: Any) -> int:
-    """Estimates the bytes that a forward needs on one device beside weights and pages, from its
+    """Estimates the bytes that a forward needs on one device besides weights and pages, from its
     large arrays: the activations of one layer, the hidden states of all tokens, and the head's
     logits.
 
     Args:
-      tokens: that pass the layers at once.
-      total: tokens of a forward.
-      dtype: of the activations.
+      tokens: the most tokens that go through the layers at once.
+      total: the most tokens of a forward.
+      dtype: dtype of the activations.
     """
     size, hidden = jax.numpy.dtype(dtype).itemsize, config.hidden_size
     width = 2 * config.intermediate_size + 3 * config.num_attention_heads * config.head_dim
@@ -360,38 +362,39 @@ def plan_pages(
     num_pages: int | None = None,
     limit: int | None = None,
 ) -> MemoryPlan:
-    """Plans the pages of a replica: on an accelerator all the memory that is left; on a CPU, whose
-    memory is others' too, as much as sequences of `CPU_TOKENS` use, and one of full length.
+    """Plans the pages of a replica. On an accelerator they may take all the memory that is left; on
+    a CPU, whose memory other programs use too, only what sequences of `CPU_TOKENS` need, or one of
+    full length.
 
     Args:
-      weights, working: bytes of a device that are taken.
+      weights, working: bytes of a device that are already taken.
       pages_per_sequence: pages of the longest sequence.
-      sequences: N, that decode together.
-      dtype: of keys and values.
-      platform: of the devices.
-      num_pages: as requested; None for as many as fit.
-      limit: bytes of a device; by default what it reports.
+      sequences: N, the most sequences that decode together.
+      dtype: dtype of keys and values.
+      platform: JAX's name of the devices' platform.
+      num_pages: the number requested; None for as many as fit.
+      limit: memory of a device in bytes; by default what it reports.
 
     Raises:
-      InputError: not even one sequence of full length fits; with the numbers.
+      InputError: not even one sequence of full length fits; the message has the numbers.
     """
     each = bytes_per_page(config, page_size, dtype)
-    own_limit = device_memory() if limit is None else limit
+    memory = device_memory() if limit is None else limit
     on_cpu = platform == "cpu"
     usual = min(pages_per_sequence, math.ceil(CPU_TOKENS / page_size) if on_cpu else math.inf)
-    wanted = max(math.ceil(SPARE * sequences * usual), pages_per_sequence) + 1
+    useful = max(math.ceil(SPARE * sequences * usual), pages_per_sequence) + 1
     if num_pages is None:
-        num_pages = wanted
-        if own_limit is not None:
-            left = CPU_SHARE * own_limit if on_cpu else USABLE * own_limit - weights - working
+        num_pages = useful
+        if memory is not None:
+            left = CPU_SHARE * memory if on_cpu else USABLE * memory - weights - working
             fitting = max(int(left // each), 0)
-            num_pages = min(fitting, wanted if on_cpu else MOST_SPARE * wanted)
-    plan = MemoryPlan(weights, num_pages * each, working, own_limit, num_pages, page_size)
+            num_pages = min(fitting, useful if on_cpu else MOST_SPARE * useful)
+    plan = MemoryPlan(weights, num_pages * each, working, memory, num_pages, page_size)
     if num_pages < pages_per_sequence + 1:
         needed = (pages_per_sequence + 1) * each
         raise InputError(
             f"a sequence of {pages_per_sequence * page_size:,} tokens needs pages of "
-            f"{needed / GIB:.2f} GiB on a device, which has {(own_limit or 0) / GIB:.2f} GiB "
+            f"{needed / GIB:.2f} GiB on a device, which has {(memory or 0) / GIB:.2f} GiB "
             f"(weights {weights / GIB:.2f}, working memory {working / GIB:.2f}): lower "
             "max_model_len"
         )
@@ -399,7 +402,7 @@ def plan_pages(
 
 
 def device_memory() -> int | None:
-    """Returns the memory of the first device in bytes: as it reports, or on a CPU the machine's."""
+    """Returns the memory of the first device in bytes; on a CPU, the machine's memory."""
     device = jax.local_devices()[0]
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
