@@ -1,7 +1,7 @@
 """One forward: the layers over the flat tokens of all spans, the head over the rows that predict.
 
-Both run at the smallest of a few static sizes that holds the real tokens, and update the pages in
-place. Predictions come back by window slot, ``[N, P+1]``.
+Both run at the smallest of a few static sizes that holds the real tokens; the pages are updated in
+place. Predictions are returned by window slot, ``[N, P+1]``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from wedlm_jax.params import MOST_LOGPROBS
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Holds what a burst is compiled for; static.
+    """What a burst is compiled for; static.
 
     Attributes:
-      sizes: sizes of the forwards.
+      sizes: the sizes in which forwards run.
       traits: the sampling options that its sequences may use.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       vocabulary: the tokens that may be chosen.
@@ -59,11 +59,11 @@ class Program:
 
 
 class Predictions(NamedTuple):
-    """Holds what the head predicts for window slots, ``[N, P+1]`` each; zeros where it was not run.
+    """The head's predictions for window slots, ``[N, P+1]`` each; zeros where it was not run.
 
     Attributes:
       tokens: int32.
-      entropies: float32, nats.
+      entropies: float32, in nats.
       logprobs: log-probabilities of the tokens; None where no sequence asks for them.
     """
 
@@ -77,8 +77,8 @@ def no_hidden_states(model: Transformer, program: Program) -> Array:
 
     Clearing them for each forward would take as long as a layer of a small model.
     """
-    # The last part may reach past the forward's end. `dynamic_update_slice` would move it back to
-    # fit, and so overwrite other tokens: hence the room for one more part.
+    # The last part may reach past the forward's end. `dynamic_update_slice` would shift it back to
+    # fit and so overwrite other tokens; hence the room for one more part.
     rows = program.sizes.total + program.sizes.tokens[-1]
     return jnp.zeros((rows, model.config.hidden_size), model.embed_tokens[...].dtype)
 
@@ -95,17 +95,17 @@ def run_layers(
     """Runs the layers over the plan's tokens.
 
     Args:
-      hidden: from `no_hidden_states`, or of the forward before; overwritten.
+      hidden: from `no_hidden_states` or the forward before; overwritten.
 
     Returns:
-      the final hidden states ``[T, D]`` of the plan's tokens, with anything after them, and the
-      pages with their keys and values.
+      the final hidden states ``[T, D]``, meaningless after the plan's tokens, and the pages with
+      these tokens' keys and values.
     """
     config = model.config
     sizes = program.sizes.tokens
     num_pages = pages.shape[0] // config.num_hidden_layers
     page_size = pages.shape[1]
-    # A model without one decodes without masks, or its drafter has an embedding for them.
+    # A model without a mask token decodes without masks, or its drafter has an embedding for them.
     mask_token_id = config.mask_token_id or 0
 
     def run(size: int, start: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
@@ -127,8 +127,8 @@ def run_layers(
             pages = write_pages(pages, k, v, places, layer, num_pages)
             return attend_pages(q, pages, attention, layer, num_pages), pages
 
-        own, pages = model.run(flat.tokens, flat.positions, attend, pages, is_mask=flat.is_mask)
-        return jax.lax.dynamic_update_slice_in_dim(out, own, start, axis=0), pages
+        part, pages = model.run(flat.tokens, flat.positions, attend, pages, is_mask=flat.is_mask)
+        return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=0), pages
 
     return in_parts(sizes, plan.num_tokens, run, (hidden, pages))
 
@@ -142,9 +142,9 @@ def predict(
     use: TokenUse | None,
     program: Program,
 ) -> Predictions:
-    """Runs the head on the rows that predict a slot, as many at once as a size holds.
+    """Runs the head on the rows that predict a slot, a limited number of rows at a time.
 
-    Logits of all slots at once would be the largest array of a forward by far: a vocabulary of
+    The logits of all slots at once would be the largest array of a forward by far: a vocabulary of
     150k tokens in float32 takes 0.6 MB per row.
     """
     has_row = predicted_slots(state, plan, options, program.traits)
@@ -194,7 +194,7 @@ def predicted_slots(state: DecodeState, plan: SpanPlan, options: Options, traits
 def _head_rows(
     state: DecodeState, options: Options, has_row: Array, starts: Array, start: Array, size: int
 ) -> HeadRows:
-    """Returns rows ``start`` to ``start + size`` of those that pass the head."""
+    """Returns rows ``start`` to ``start + size`` of the rows that go through the head."""
     sequence, offset = owner(starts, size, start)
     # The slot of a row is the one with ``offset`` slots that have a row before it.
     ranks = jnp.cumsum(has_row, axis=1, dtype=jnp.int32)[sequence]
@@ -207,8 +207,8 @@ def _head_rows(
 
 
 def _places(plan: SpanPlan, head: HeadRows) -> Array:
-    """Returns the flat place of the token whose row predicts each slot, int32 ``[R]``: the slot
-    itself where it is a mask, the slot before it where an AR row predicts the next token."""
+    """Returns the flat place of the token whose row predicts each slot, int32 ``[R]``: that of the
+    slot itself if it is a mask, that of the slot before if an AR row predicts the next token."""
     slots = plan.order.shape[1]
     row_slot = jnp.clip(jnp.where(head.is_mask, head.slot, head.slot - 1), 0, slots - 1)
     physical = plan.place[head.sequence, row_slot]

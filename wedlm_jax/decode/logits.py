@@ -25,8 +25,8 @@ from wedlm_jax.sharding import constrain
 class TokenUse:
     """The token counts that penalties need.
 
-    Counted when a burst starts, and updated with what each forward commits; a row adds to them the
-    window's tokens that it sees.
+    They are counted when a burst starts and updated with what each forward commits; each row adds
+    the window's tokens that it sees.
 
     Attributes:
       prompt: bool ``[N, V]``, whether the prompt has it.
@@ -38,8 +38,8 @@ class TokenUse:
 
 
 def token_logits(model: Transformer, hidden: Array, vocabulary: Vocabulary) -> Array:
-    """Returns float32 logits ``[R, V]`` of hidden states ``[R, D]``, −inf for what may not be
-    chosen: so a mask is never filled with itself."""
+    """Returns float32 logits ``[R, V]`` of hidden states ``[R, D]``, −inf for tokens that may not
+    be chosen. One of these is the mask token, so a mask is never filled with itself."""
     return vocabulary.restricted(constrain(model.logits(hidden), None, "vocab"))
 
 
@@ -106,8 +106,8 @@ def penalised(
 ) -> Array:
     """Applies the repetition penalty, then the other two, to ``logits [R, V]``.
 
-    Committed tokens count, and those filled in the window where the row sees them. Logits of
-    sequences without a penalty are not changed.
+    Committed tokens count, and so do filled slots of the window that the row sees. Logits of
+    sequences without a penalty are unchanged.
     """
     counts = _add_counts(use.committed[rows.sequence], *seen_slots(state, rows))
     seen = use.prompt[rows.sequence] | (counts > 0)
@@ -127,12 +127,12 @@ def penalised(
 
 
 def seen_slots(state: DecodeState, rows: HeadRows) -> tuple[Array, Array]:
-    """Returns the window's tokens, int32 ``[R, P]``, and which of them a row sees beside the text,
-    bool ``[R, P]``.
+    """Returns the window's tokens, int32 ``[R, P]``, and which of them each row sees in addition to
+    the text, bool ``[R, P]``.
 
-    A mask sees every filled slot, on either side: they are physically before it. The row of a
-    filled slot sees the slots before the one that it predicts, which in an anchored sequence is
-    what autoregressive decoding would see there.
+    A mask sees every filled slot on either side, since all are physically before it. The row of a
+    filled slot sees the slots before the one that it predicts; in an anchored sequence this is what
+    autoregressive decoding would see there.
     """
     slot = jnp.arange(state.tokens.shape[1])
     new = is_filled(state) & (slot >= state.known[:, None])
@@ -148,16 +148,17 @@ def _add_counts(counts: Array, tokens: Array, valid: Array) -> Array:
 
 # --- Words that may not be written -----------------------------------------------------------
 #
-# Keeps token sequences ("bad words") out of completions, although masks are filled out of order.
+# This keeps token sequences ("bad words") out of completions, although masks are filled out of
+# order.
 #
-# A program that may have bad words has room for the most that a sequence may have. Where no
-# sequence of a forward has any, none of it is computed.
+# A program with bad words has room for the most that a sequence may have. Nothing is computed in
+# forwards in which no sequence has any.
 #
 # A word can be completed at any of its places, so a token is forbidden wherever it would complete
-# one among the tokens that a row sees, before and after its own place. Masks filled in the same
-# forward do not see one another: if they complete a word together, the last of them stays masked,
-# and the next forward chooses again. The first mask that a forward fills is never the last of
-# several, so each forward still fills at least one.
+# a word together with the tokens that the row sees, before and after its place. Masks filled in the
+# same forward do not see one another: if they complete a word together, the last of them stays
+# masked, and the next forward chooses again. The first mask that a forward fills is never the last
+# of several, so each forward still fills at least one.
 #
 # The row of a filled slot sees nothing after the place that it predicts. So in anchored sequences
 # a token is forbidden exactly where autoregressive decoding forbids it.
@@ -165,15 +166,15 @@ def _add_counts(counts: Array, tokens: Array, valid: Array) -> Array:
 # Only the completion counts: a word that starts in the prompt is allowed.
 
 UNKNOWN = -2
-"""Marks what is masked or not part of the completion. Unlike `NO_TOKEN`, which pads short words."""
+"""Marks places that are masked or not part of the completion; `NO_TOKEN` pads short words."""
 
 
 def text_around(state: DecodeState, margin: int) -> Array:
     """Returns the completion around each window, int32 ``[N, E]``, `UNKNOWN` where there is no
     token.
 
-    Slot s is entry ``margin + s``; the last slot, and the one that its row predicts, are followed
-    by ``margin`` entries more.
+    Slot s is entry ``margin + s``. The last slot and the one that its row predicts are followed by
+    ``margin`` more entries.
     """
     slots = state.tokens.shape[1]
     slot = jnp.arange(-margin, slots + 1 + margin)
@@ -241,8 +242,8 @@ def completing_tokens(state: DecodeState, options: Options, rows: HeadRows) -> A
 def keep_apart(state: DecodeState, options: Options, chosen: Array, tokens: Array) -> Array:
     """Returns which of the ``chosen [N, P]`` slots can be filled together with ``tokens [N, P]``.
 
-    Of every word that they would complete, the last new token is left out. In anchored sequences
-    nothing is: verification finds what is wrong with a draft.
+    The last new token of every word that they would complete is left out. In anchored sequences
+    none is, since verification rejects such a draft.
     """
 
     def apart(chosen: Array) -> Array:
@@ -262,10 +263,10 @@ def _apart(state: DecodeState, options: Options, chosen: Array, tokens: Array) -
     places = starts[:, None] + jnp.arange(words.shape[2])
     exists = (words != NO_TOKEN)[:, None]
     agrees = (text[:, places][:, :, None] == words[:, None]) | ~exists
-    own_new = new[:, places][:, :, None] & exists
-    stands = agrees.all(axis=-1) & own_new.any(axis=-1)
-    last = margin - jnp.argmax(jnp.flip(own_new, axis=-1), axis=-1)
-    left_out = jnp.where(stands, starts[:, None] + last, text.shape[1])
+    new_in_word = new[:, places][:, :, None] & exists
+    completed = agrees.all(axis=-1) & new_in_word.any(axis=-1)
+    last = margin - jnp.argmax(jnp.flip(new_in_word, axis=-1), axis=-1)
+    left_out = jnp.where(completed, starts[:, None] + last, text.shape[1])
     sequences = jnp.arange(text.shape[0])[:, None, None]
     out = jnp.zeros(text.shape, bool).at[sequences, left_out].set(True, mode="drop")
     return chosen & (options.anchored[:, None] | ~out[:, margin : margin + chosen.shape[1]])

@@ -1,8 +1,8 @@
 """Log-probabilities of tokens in the forward that chose them.
 
-They are the model's own: the log-softmax of a row's logits over the tokens that may be chosen at
-all (`wedlm_jax.decode.options`), before bias, penalties, forbidden tokens, temperature and
-truncation.
+These are the model's own probabilities: the log-softmax of a row's logits over the vocabulary that
+may be chosen (`wedlm_jax.decode.options.Vocabulary`), before bias, penalties, forbidden tokens,
+temperature and truncation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Logprobs:
     """Log-probabilities of tokens in an array ``[...]``, in nats.
 
     Attributes:
-      chosen: float32 ``[...]``, of the tokens themselves.
-      top_ids: int32 ``[..., k]``, the most probable tokens in their places, most probable first.
-      top: float32 ``[..., k]``, of those.
+      chosen: float32 ``[...]``, log-probabilities of the tokens themselves.
+      top_ids: int32 ``[..., k]``, the most probable tokens in their place, most probable first.
+      top: float32 ``[..., k]``, log-probabilities of ``top_ids``.
     """
 
     chosen: Array
@@ -44,7 +44,7 @@ class TokenLogprob:
 
 
 def empty_logprobs(shape: tuple[int, ...], k: int) -> Logprobs:
-    """Allocates the log-probabilities of an array of tokens of ``shape``, k alternatives each."""
+    """Allocates log-probabilities for tokens of shape ``shape``, with k alternatives each."""
     wide = (*shape, k)
     return Logprobs(jnp.zeros(shape), jnp.zeros(wide, jnp.int32), jnp.zeros(wide))
 
@@ -63,8 +63,8 @@ def token_logprobs(logits: Array, tokens: Array, k: int) -> Logprobs:
 
 
 def _top_k(logits: Array, k: int) -> tuple[Array, Array]:
-    """Does what `jax.lax.top_k` does without gathering the vocabulary: each device takes the top k
-    of its own part, then the top k of these are taken."""
+    """Computes `jax.lax.top_k` without gathering the vocabulary: each device takes the top k of its
+    own part, then the top k of these are taken."""
     parts, vocab = shards("vocab"), logits.shape[-1]
     if parts == 1 or vocab % parts:
         return jax.lax.top_k(logits, k)
@@ -75,7 +75,7 @@ def _top_k(logits: Array, k: int) -> tuple[Array, Array]:
         return top, top_ids + jax.lax.axis_index(axes) * size
 
     cut = PartitionSpec(*[None] * (logits.ndim - 1), axes)
-    # The compiler would gather all logits on every device (seen on CPUs, jax 0.10 and 0.12).
+    # Without this the compiler gathers all logits on every device (on CPUs, JAX 0.10 and 0.12).
     top, top_ids = jax.shard_map(
         of_part, in_specs=cut, out_specs=(cut, cut), axis_names=frozenset(axes), check_vma=False
     )(logits)

@@ -2,16 +2,16 @@
 
 Where the last tokens of a text occurred before, what followed them then is likely to follow again:
 in edits, summaries, quotations, code, loops. So the tokens after the latest occurrence of the
-longest repeated ending are drafts, for any model, and verification (`wedlm_jax.decode.verified`)
-makes of them what it makes of the drafts of masks::
+longest repeated ending serve as drafts, for any model, and are verified like the drafts of masks
+(see `wedlm_jax.decode.verified`)::
 
     text     . . . the cat sat on the mat . . . . the cat     ending of 2 tokens that occurred
                            ^^^^^^^^^^^^^^                     drafts
 
-A draft costs a token of a forward, right or wrong, so how many are taken is decided before each
-forward, for all sequences together: as many as commit the most tokens per second. How likely a
-copied token is right is learnt from every token that is committed, whether it was drafted or not,
-by the length of the repeated ending; what a forward costs comes from the engine's measurements.
+A draft costs a token of a forward, right or wrong. So the number of drafts is chosen before each
+forward, for all sequences together, to commit the most tokens per second. How likely a copied token
+is right is learnt, by the length of the repeated ending, from every committed token, whether it was
+drafted or not; what a forward costs comes from the engine's measurements.
 """
 
 from __future__ import annotations
@@ -25,37 +25,42 @@ import numpy as np
 from jax import Array
 
 LONGEST = 4
-"""Tokens of the longest ending that is searched for; longer ones would be found at older places."""
+"""The most tokens of an ending that count in the search; longer matches would prefer older places.
+"""
 FARTHEST = 8
-"""Tokens up to which the ending that was found is followed backwards: a run that has been copied
-for long goes on more probably."""
+"""The most tokens for which a match is followed backwards: the longer a run has been copied, the
+likelier it continues."""
 PRIOR = np.array([0.2, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85], np.float32)
-"""How often the copied token is right after an ending of 1 .. `FARTHEST` tokens, to begin with."""
+"""The initial probability that a copied token is right, after an ending of 1 .. `FARTHEST` tokens.
+"""
 PRIOR_WEIGHT, SHARED_WEIGHT = 2.0, 6.0
-"""Observations that the prior counts as, and that those of all sequences count as for one."""
+"""The weights, in observations, of the prior and of the mean over all sequences."""
 MEMORY = 40.0
-"""Observations of a sequence, for a length, after which older ones have mostly faded."""
+"""The number of observations, per sequence and length, after which older ones have mostly faded."""
 MASKS_RATE = 0.1
-"""How fast the running mean of masks' drafts follows."""
+"""The rate at which the running mean of masks' drafts is updated."""
 GAIN = 1.1
-"""How many times as many tokens per second drafts must promise: what they promise is uncertain."""
+"""The factor by which drafts must promise to raise tokens per second, since the promise is
+uncertain."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """What follows each text by its own past, and how often that was right.
+    """The continuations copied from each text's past, and how often copies were right.
 
     N sequences, at most L drafts, endings of C = `FARTHEST` lengths.
 
     Attributes:
       tokens: int32 ``[N, L]``, the tokens that followed the ending's latest occurrence.
       match: int32 ``[N]``, the length of that ending; 0 where it never occurred before.
-      copied: int32 ``[N]``, how many of them are drafts in the window; 0 where masks drafted.
-      masks: float32 ``[N]``, drafts of masks that a forward without copies has committed lately.
-      tried, right: float32 ``[N, C]``, by the length of the ending: copies that committed text has
-        shown to be right or wrong, and the right ones; older ones count less. They stay when
-        another sequence takes the place: prompts that come together are often alike.
+      copied: int32 ``[N]``, how many of ``tokens`` are drafts in the window; 0 where masks drafted.
+      masks: float32 ``[N]``, the running mean of masks' drafts that a forward without copies
+        commits.
+      tried, right: float32 ``[N, C]``, by the length of the ending: how many copies the committed
+        text has confirmed or refuted, and how many it has confirmed; older ones count less. The
+        counts survive when another sequence takes the place, since prompts that arrive together
+        are often alike.
     """
 
     tokens: Array
@@ -67,7 +72,7 @@ class Lookup:
 
 
 def no_lookup(sequences: int, most: int) -> Lookup:
-    """Returns what is known before any text, for N sequences and at most L drafts."""
+    """Returns the initial state, for N sequences and at most L drafts."""
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
         return jnp.zeros((sequences, *shape), dtype)  # an array each, since each is overwritten
@@ -83,18 +88,18 @@ def no_lookup(sequences: int, most: int) -> Lookup:
 
 
 class Found(NamedTuple):
-    """Holds what `find` found: ``tokens [N, L]`` and ``match [N]`` of `Lookup`."""
+    """The result of `find`: ``tokens [N, L]`` and ``match [N]`` of `Lookup`."""
 
     tokens: Array
     match: Array
 
 
 def find(text: Array, length: Array, most: int) -> Found:
-    """Finds what follows each text by its own past.
+    """Finds a continuation of each text in its own past.
 
-    Of the earlier places whose last tokens are those of the text, those win that share most, up to
-    `LONGEST`, and of these the latest. Where the text ends before there are L tokens, what has been
-    copied is copied again: a loop goes on.
+    Chooses the earlier place that shares the most last tokens with the text, counting up to
+    `LONGEST` of them; among equals, the latest. If fewer than L tokens follow that place, they are
+    repeated, which continues a loop.
 
     Args:
       text: int32 ``[N, S]``.
@@ -127,13 +132,13 @@ def find(text: Array, length: Array, most: int) -> Found:
 
 
 def length_class(match: Array, most: int) -> Array:
-    """Returns the column in ``tried`` and ``right`` of each of L copied tokens, int32 ``[N, L]``: a
-    token after k right ones has an ending that is longer by k."""
+    """Returns the column in ``tried`` and ``right`` for each of L copied tokens, int32 ``[N, L]``:
+    after k right tokens the ending is k tokens longer."""
     return jnp.clip(match[:, None] + jnp.arange(most), 1, FARTHEST) - 1
 
 
 def learn(lookup: Lookup, tokens: Array, committed: Array) -> Lookup:
-    """Learns from what was committed, whether it was drafted or not.
+    """Updates the counts with the committed tokens, whether they were drafted or not.
 
     Args:
       tokens: int32 ``[N, C]``, of which the first ``committed [N]`` are new text.
@@ -141,7 +146,7 @@ def learn(lookup: Lookup, tokens: Array, committed: Array) -> Lookup:
     most = min(lookup.tokens.shape[1], tokens.shape[1])
     agree = tokens[:, :most] == lookup.tokens[:, :most]
     right = jnp.cumprod(agree, axis=1)
-    # A token says something only if those before it were as copied.
+    # A token is an observation only if all tokens before it were as copied.
     tried = jnp.pad(right, ((0, 0), (1, 0)), constant_values=1)[:, :most]
     known = (jnp.arange(most) < committed[:, None]) & (lookup.match > 0)[:, None]
     column = length_class(lookup.match, most)[:, :, None] == jnp.arange(FARTHEST)
@@ -151,7 +156,7 @@ def learn(lookup: Lookup, tokens: Array, committed: Array) -> Lookup:
 
     new = counted(tried)
     kept = jnp.exp(-new / MEMORY)
-    # Without copies a forward commits a row's choice and the drafts of masks.
+    # Without copies a forward commits one row's choice and the drafts of masks.
     change = jnp.where((lookup.copied == 0) & (committed > 0), committed - 1 - lookup.masks, 0)
     return dataclasses.replace(
         lookup,
@@ -163,8 +168,8 @@ def learn(lookup: Lookup, tokens: Array, committed: Array) -> Lookup:
 
 def survival(lookup: Lookup) -> Array:
     """Returns the probability that each copied token and all before it are right, float32
-    ``[N, L]``; 0 where there is none."""
-    # Few observations of a sequence are filled up with those of all, and these with the prior.
+    ``[N, L]``; 0 where there is no copy."""
+    # A sequence with few observations relies on those of all sequences, and these on the prior.
     everybody = lookup.right.sum(axis=0) + PRIOR_WEIGHT * PRIOR
     shared = everybody / (lookup.tried.sum(axis=0) + PRIOR_WEIGHT)
     rate = (lookup.right + SHARED_WEIGHT * shared) / (lookup.tried + SHARED_WEIGHT)
@@ -174,12 +179,12 @@ def survival(lookup: Lookup) -> Array:
 
 
 def gains(lookup: Lookup, room: Array) -> Array:
-    """Returns the tokens that each further copy brings on average, float32 ``[N, L]``, falling from
-    copy to copy; 0 beyond the ``room [N]`` for copies.
+    """Returns the expected tokens that each additional copy gains, float32 ``[N, L]``, never
+    increasing from copy to copy; 0 beyond the ``room [N]`` for copies.
 
-    A wrong copy has a price where masks draft: they saw it, so the next forward lacks their drafts.
-    Then the first copies may cost more than they bring, and only many of them pay: these count with
-    what they bring together.
+    Where masks draft, a wrong copy has a price: the masks saw it, so the next forward lacks their
+    drafts. The first copies may then cost more than they gain while many together pay; such copies
+    each count with the mean gain of the group.
     """
     right = survival(lookup)
     before = jnp.pad(right, ((0, 0), (1, 0)), constant_values=1.0)[:, :-1]
@@ -194,21 +199,21 @@ def gains(lookup: Lookup, room: Array) -> Array:
 
 
 def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardCosts) -> Array:
-    """Returns how many drafts each sequence takes so that a forward commits the most tokens a
+    """Returns how many drafts each sequence takes for a forward to commit the most tokens per
     second, int32 ``[N]``.
 
-    The most promising drafts of all sequences come first. With m of them the forward commits the
-    sum of their gains more, and costs what a forward of m tokens more costs. Costs are steps: often
+    The most promising drafts of all sequences come first. The first m of them add the sum of their
+    gains to the tokens committed, and m tokens to the forward. Its cost rises in steps: often
     several drafts are free, and one more would be expensive.
 
     Args:
-      gains: float32 ``[N, L]``, from `gains`; 0 for none.
-      tokens: int32, of the forward without drafts.
+      gains: float32 ``[N, L]``, from `gains`; 0 where there is no draft.
+      tokens: int32, tokens of the forward without drafts.
       committed: float32, tokens that it commits on average.
       costs: costs of forwards.
     """
     flat = gains.reshape(-1)
-    # Of equal gains the sequence's earlier drafts come first, since the sort is stable.
+    # The sort is stable, so among equal gains a sequence's earlier drafts come first.
     order = jnp.argsort(-flat, stable=True)
     more = jnp.pad(jnp.cumsum(flat[order]), (1, 0))
     rate = (committed + more) / costs.seconds(tokens + jnp.arange(flat.shape[0] + 1))
@@ -219,19 +224,19 @@ def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardC
 
 
 class ForwardCosts(NamedTuple):
-    """What forwards cost.
+    """The costs of forwards.
 
     Attributes:
       sizes: the static sizes of a forward, ascending.
-      of_size: float32 ``[S]``, seconds of each, or anything in proportion to them.
+      of_size: float32 ``[S]``, the seconds of each size, or numbers proportional to them.
     """
 
     sizes: tuple[int, ...]
     of_size: Array
 
     def seconds(self, tokens: Array) -> Array:
-        """Returns the cost of forwards of so many tokens: of the smallest size that holds them;
-        beyond the largest, forwards run in parts."""
+        """Returns the cost of forwards with these numbers of tokens. Each runs at the smallest size
+        that holds its tokens or, beyond the largest size, in parts."""
         largest = self.sizes[-1]
         whole = jnp.maximum(tokens - 1, 0) // largest
         rest = tokens - whole * largest

@@ -1,7 +1,7 @@
 """Streaming decode as one `lax.while_loop`: a burst of forwards over flat tokens.
 
 Each iteration plans the spans of all sequences, runs the layers and the head over them, commits
-and fills tokens, and moves the windows on. Sequences advance at their own pace, and a finished one
+and fills tokens, and advances the windows. Sequences advance at their own pace, and a finished one
 costs nothing. Source: WeDLM section 5.
 """
 
@@ -44,11 +44,11 @@ Tree = TypeVar("Tree")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BurstCounters:
-    """Holds what a burst of one replica computed, int32.
+    """Counters of one replica's burst, int32.
 
     Attributes:
-      forwards: how many.
-      tokens: real tokens that passed the layers, prompts included.
+      forwards: the number of forwards.
+      tokens: real tokens that went through the layers, prompts included.
       by_size: ``[S]``, how often the layers ran at each static size.
     """
 
@@ -71,14 +71,14 @@ def run_burst(
 ) -> tuple[DecodeState, Pages, BurstCounters, LastForward | None]:
     """Runs forwards until the allowance is used up.
 
-    A burst also ends when a sequence lacks room, in its pages or in ``state.emitted``, for what its
-    next forward may commit.
+    A burst also ends when a sequence's pages or ``state.emitted`` lack room for what its next
+    forward may commit.
 
     Args:
       changed: bool ``[N]``, sequences whose window has changed since the last burst.
 
     Returns:
-      state, pages, counters, and the last forward where the program has trait "traced".
+      state, pages, counters, and the last forward if the program has trait "traced".
     """
     state = with_windows(_with_nothing_emitted(state), options, changed)
     begun = state.running.sum()
@@ -118,11 +118,11 @@ def run_burst(
 
 
 class Decision(NamedTuple):
-    """Holds what a forward decides for each window.
+    """A forward's decisions for each window.
 
     Attributes:
-      tokens, logprobs: ``[N, P]``, of which the first ``committed`` are new text.
-      committed: int32 ``[N]``.
+      tokens, logprobs: ``[N, P]``, whose first ``committed`` entries are new text.
+      committed: int32 ``[N]``, the number of new tokens.
       run: int32 ``[N]``, slots that leave the front of the window.
       fills, kept: bool ``[N, P]``, masks that are filled, and filled slots that stay.
       ran: bool ``[N]``, whether the forward ran the window at all.
@@ -142,17 +142,17 @@ def decide(
 ) -> Decision:
     """Decides what is committed, filled and kept.
 
-    Both policies are computed where the program has both, and each sequence takes its own's result:
-    a branch by sequence does not exist in a compiled loop.
+    A program with both policies computes both, and each sequence takes the result of its own: a
+    compiled loop cannot branch by sequence.
 
     Args:
-      predictions: what the head predicts for the window slots.
+      predictions: the head's predictions for the window slots.
     """
     traits, slots = program.traits, state.tokens.shape[1]
     anchored = options.anchored
     run = paper.committed_run(state)
-    # New text in mode "paper": the leading filled slots. In anchored sequences: what the rows of
-    # the leading run chose.
+    # In mode "paper" the new text is the leading filled slots; in anchored sequences it is what the
+    # rows of the leading run chose.
     at = jnp.minimum(state.known[:, None] + jnp.arange(slots), slots - 1)
     new = (_at_slots(state.tokens, at), jax.tree.map(lambda x: _at_slots(x, at), state.logprobs))
     count = run - state.known
@@ -170,7 +170,7 @@ def decide(
         count = jnp.where(anchored, checked.run, count)
         fills = jnp.where(anchored[:, None], checked.drafts, fills)
         kept = jnp.where(anchored[:, None], checked.kept, kept)
-    # A sequence that only computed a chunk of its prompt has predictions of no meaning.
+    # The predictions of a sequence that only computed a chunk of its prompt are meaningless.
     ran = plan.window & state.running
     run, count = jnp.where(ran, run, 0), jnp.where(ran, count, 0)
     return Decision(*new, count, run, fills & ran[:, None], kept, ran)
@@ -186,8 +186,8 @@ def advance(
 ) -> DecodeState:
     """Returns the state after a forward: tokens committed, masks filled, windows moved."""
     run, fills, ran = decision.run, decision.fills, decision.ran
-    # Keys and values that are final: the chunk of the prompt, and the run. Those of other slots are
-    # in the pages, too, and are overwritten by the next forward, as nothing counts them.
+    # The final keys and values are those of the prompt's chunk and of the run. Those of other slots
+    # are in the pages, too, but are not counted and so overwritten by the next forward.
     reached = state.num_computed + plan.chunk + run
     checked = jnp.where(options.anchored & ran, is_filled(state).sum(axis=1) - 1, 0)
     state = append(state, options, decision.tokens, decision.logprobs, decision.committed, checked)
@@ -212,8 +212,8 @@ def with_copies(
     """Fills windows in which no mask drafted with drafts copied from the text.
 
     Args:
-      state: after the forward.
-      decision: what the forward decision.
+      state: the state after the forward.
+      decision: the forward's decision.
     """
     known, most = state.lookup, program.traits.lookup
     assert known is not None
@@ -233,8 +233,8 @@ def with_copies(
     prompts = jnp.where(state.running, state.window_start - state.num_computed, 0).sum()
     tokens = jnp.where(state.running, state.active + unpriced, 0).sum()
     tokens += jnp.minimum(prompts, allowance.chunk_tokens)
-    # What the forward commits anyway: a choice of each sequence, and drafts that are mostly right,
-    # or what its masks draft for the next.
+    # What the forward commits without these copies: each sequence's choice, and its drafts, which
+    # are mostly right, or the drafts that its masks make for the next forward.
     committed = 1 + jnp.maximum(drafted + unpriced, known.masks)
     committed = jnp.where(state.running, committed, 0.0).sum()
     costs = lookup.ForwardCosts(program.sizes.tokens, allowance.seconds[0])
@@ -267,9 +267,9 @@ def _record_forward(
 
 
 def _count_forward(state: DecodeState, plan: SpanPlan) -> DecodeState:
-    """Counts the forward for each sequence whose window it runs. An anchored window's first slot
-    may be the prompt's last token: its row chooses the first token of the completion, so AR takes
-    exactly one forward per token."""
+    """Counts the forward for each sequence whose window it runs. The first slot of an anchored
+    window may be the prompt's last token, whose row chooses the completion's first token; so AR
+    takes exactly one forward per token."""
     return dataclasses.replace(
         state,
         num_forwards=state.num_forwards + plan.window,
@@ -302,7 +302,7 @@ def _with_nothing_emitted(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, emitted=emitted)
 
 
-# --- What a forward leaves behind ------------------------------------------------------------
+# --- Changes of the state after a forward ----------------------------------------------------
 
 
 def append(
@@ -317,14 +317,14 @@ def append(
     token or ``max_tokens``; a sequence that reaches either stops running.
 
     Args:
-      drafts: int32 ``[N]``, how many the forward checked. One of the committed tokens counts as a
-        row's own choice, the others as accepted drafts.
+      drafts: int32 ``[N]``, how many drafts the forward checked. One of the committed tokens counts
+        as a row's choice, the others as accepted drafts.
     """
     index = jnp.arange(tokens.shape[1])
     is_stop = (tokens[:, :, None] == options.stop_ids[:, None, :]).any(axis=-1)
     is_stop &= index < count[:, None]
     stops = is_stop.any(axis=1)
-    # The stop token itself is taken; what follows it is not.
+    # The stop token itself is appended; what follows it is not.
     through = jnp.where(stops, jnp.argmax(is_stop, axis=1) + 1, count)
     taken = jnp.clip(options.max_tokens - state.num_output, 0, through)
     # max_tokens may cut before the stop token: then the sequence ends by length.
@@ -358,12 +358,12 @@ def append(
 
 
 def draft_code(drafts: Array, accepted: Array, copied: Array) -> Array:
-    """Packs the drafts of a forward into one number, uint32 ``[N]``, to be read by
-    `wedlm_jax.completion.Drafts`: from the lowest bits on, 12 each for those of masks, checked and
-    accepted, then 4 each for copied ones.
+    """Packs the draft counts of a forward into one number, uint32 ``[N]``, which
+    `wedlm_jax.completion.Drafts` reads. From the lowest bit: 12 bits each for checked and accepted
+    drafts of masks, then 4 bits each for copied drafts.
 
     Args:
-      drafts, accepted: int32 ``[N]``.
+      drafts, accepted: int32 ``[N]``, drafts checked and accepted.
       copied: bool ``[N]``, whether they were copied from the text.
     """
     accepted = jnp.clip(accepted, 0, drafts).astype(jnp.uint32)
@@ -376,9 +376,9 @@ def _as_wide(values: Array, like: Array) -> Array:
 
 
 def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
-    """Writes those of ``values [N, C, ..]`` that are ``here [N, C]`` into ``old [N, E, ..]``, from
-    column ``start [N]`` on."""
-    # The others go to a column that does not exist, and are dropped: shapes stay static.
+    """Writes ``values [N, C, ..]`` where ``here [N, C]`` into ``old [N, E, ..]``, from column
+    ``start [N]`` on."""
+    # The others go to a column that does not exist and are dropped, which keeps shapes static.
     place = jnp.where(here, start[:, None] + jnp.arange(here.shape[1]), old.shape[1])
     rows = jnp.arange(old.shape[0])[:, None]
     return old.at[rows, place].set(values, mode="drop")
@@ -389,7 +389,7 @@ def move_windows(state: DecodeState, options: Options, run: Array, refill: str) 
     slots = state.tokens.shape[1]
     if slots == 1:
         return dataclasses.replace(state, filled=state.filled & (run == 0)[:, None])
-    # Slot s takes what slot s + run held: the window slides, nothing else changes place.
+    # Slot s takes the content of slot s + run: the window slides by the run.
     source = jnp.arange(slots) + run[:, None]
     inside = source < state.active[:, None]
     source = jnp.minimum(source, slots - 1)
@@ -432,12 +432,12 @@ def leading(filled: Array) -> Array:
 
 
 def with_windows(state: DecodeState, options: Options, changed: Array) -> DecodeState:
-    """Gives the sequences that are ``changed [N]`` the windows of ``options``, whatever they had.
+    """Gives the ``changed [N]`` sequences the windows of ``options``.
 
-    A narrower window drops what was filled beyond its end, and the part of the leading run that
-    does not fit beside its masks (see `wedlm_jax.decode.state.num_slots`). The window of an
-    anchored sequence starts with the last token of its text; a sequence that was not anchored
-    before computes that token again.
+    A narrower window drops the tokens beyond its end, and the part of the leading run that leaves
+    no room for its masks (see `wedlm_jax.decode.state.num_slots`). The window of an anchored
+    sequence starts with the last token of its text; a sequence that was not anchored before
+    computes that token again.
     """
     changed &= state.running
     again = changed & options.anchored & (state.known == 0)
@@ -446,8 +446,8 @@ def with_windows(state: DecodeState, options: Options, changed: Array) -> Decode
     whole = leading(filled)
     run = jnp.minimum(whole, jnp.maximum(options.window, 1))
     active = (options.window + run).astype(jnp.int32)
-    # A run that is cut keeps no drafts after it: the last draft would have no mask after it, and
-    # the forward that accepts a draft fills the slot after it.
+    # After a run that is cut no drafts are kept: no mask would follow the last draft, but the
+    # forward that accepts a draft fills the slot after it.
     end = jnp.where(options.anchored & (run < whole), run, active)
     filled &= jnp.arange(filled.shape[1]) < end[:, None]
     narrowed = dataclasses.replace(

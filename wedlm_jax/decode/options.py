@@ -1,4 +1,4 @@
-"""Sampling options as device arrays, and the traits that say which options a program supports.
+"""Sampling options as device arrays, and the traits that determine which options a program has.
 
 An option that few sequences use has an array only in programs with its trait; other programs
 contain no code for it.
@@ -23,32 +23,33 @@ from wedlm_jax.params import NO_TOKEN, OPTIONS, SamplingParams
 from wedlm_jax.sharding import constrain
 
 MOST_BIASES = 512
-"""Tokens with a bias a sequence, at most."""
+"""The most biased tokens per sequence."""
 MOST_BAD_WORDS = 256
+"""The most bad words per sequence."""
 LONGEST_BAD_WORD = 16
-"""In tokens."""
+"""The most tokens of a bad word."""
 MOST_STOPS = 64
-"""Stop tokens of a sequence, at most, those of the model among them."""
+"""The most stop tokens per sequence, the model's included."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """Holds what the sequences of a program may use; static. Lists of an option have one size, the
-    largest, so that few programs are compiled.
+    """The features that the sequences of a program may use; static. Options that are lists have
+    one size, the largest, so that few programs are compiled.
 
     Attributes:
       window: the widest window.
-      paper: whether sequences may decode as the paper does.
-      verified: whether they may draft and verify.
+      paper: whether sequences may decode in mode "paper".
+      verified: whether sequences may draft and verify.
       lookup: the most drafts that are copied from a text.
-      autoregressive: whether they may take a token at a time, with a window of 0.
+      autoregressive: whether sequences may decode one token at a time, with a window of 0.
       sampled: whether tokens may be sampled, at a temperature above 0.
-      truncated: whether they may be sampled from less than the whole vocabulary.
-      min_tokens, penalties: whether sequences may have them.
-      biases, bad_words: whether sequences may have a ``logit_bias`` or bad words.
-      logprobs: whether tokens have log-probabilities, and the most alternatives beside them.
+      truncated: whether they may be sampled from a part of the vocabulary.
+      min_tokens, penalties: whether sequences may have ``min_tokens``, or a penalty.
+      biases, bad_words: whether sequences may have a ``logit_bias``, or bad words.
+      logprobs: whether tokens have log-probabilities, with the most alternatives.
       grammar: whether sequences may have a grammar.
-      traced: whether each forward says what it saw and decided.
+      traced: whether each forward reports what it saw and decided.
     """
 
     window: int = 0
@@ -92,9 +93,9 @@ class Traits:
         """Returns the traits of a program for all requests: every mode, option and trace.
 
         Args:
-          window: the widest; 0 for a model without masks.
-          lookup: the most drafts from a text.
-          grammar: whether there are grammars.
+          window: the widest window; 0 for a model without masks.
+          lookup: the most drafts copied from a text.
+          grammar: whether requests may have a grammar.
         """
         every: dict[str, Any] = {field.name: True for field in dataclasses.fields(Traits)}
         every |= {"window": window, "lookup": lookup, "grammar": grammar}
@@ -102,13 +103,13 @@ class Traits:
 
     @property
     def are_everything(self) -> bool:
-        """Whether all requests of such windows can be decoded, those with a grammar excepted."""
+        """Whether all requests with these windows can be decoded, except those with a grammar."""
         return self.holds(Traits.everything(self.window, self.lookup, grammar=False))
 
     @property
     def rounded(self) -> Traits:
-        """Those of a program for requests like these, so that a server compiles few programs: what
-        is mostly asked for together, or costs little beside the rest, comes together."""
+        """The traits of a program for requests like these. Options that are mostly used together,
+        or cost little, come together, so that a server compiles few programs."""
         edited = self.min_tokens or self.penalties or self.biases or self.bad_words
         edits = Traits(min_tokens=True, penalties=True, biases=True, bad_words=True)
         rounded = self.union(Traits(truncated=self.sampled))
@@ -121,13 +122,13 @@ class Traits:
 
     @property
     def checked_rows(self) -> int:
-        """Rows that choose tokens in an anchored window: one more than the drafts that it can
-        hold, which are W − 1 of masks, or those from the text."""
+        """The number of rows that choose tokens in an anchored window: one more than its most
+        drafts, which are W − 1 from masks, or ``lookup`` from the text."""
         return max(self.window, self.lookup + 1)
 
     @property
     def without_windows(self) -> Traits:
-        """Those of the same sequences while none of them has a window."""
+        """The traits of the same sequences while none of them has a window."""
         drafts = self.lookup > 0
         return dataclasses.replace(
             self, window=0, paper=False, verified=drafts, autoregressive=True
@@ -137,7 +138,7 @@ class Traits:
         """Returns the traits of a program for the sequences of both."""
 
         names = (field.name for field in dataclasses.fields(self))
-        # Of numbers the larger, of truths "or".
+        # For numbers this is the larger one, for booleans "or".
         return Traits(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
     def holds(self, other: Traits) -> bool:
@@ -148,11 +149,11 @@ class Traits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """`SamplingParams` of N sequences as arrays ``[N]``, and each one's window.
+    """The `SamplingParams` of N sequences, and their windows, as arrays ``[N]``.
 
     Attributes:
-      window: int32, W; 0 where it decodes autoregressively.
-      stop_ids: int32 ``[N, M]``, filled up with `NO_TOKEN`.
+      window: int32, W; 0 for a sequence that decodes autoregressively.
+      stop_ids: int32 ``[N, M]``, padded with `NO_TOKEN`.
       max_tokens: int32.
 
     The others are None in a program without their trait. Those with the name of a field of
@@ -162,12 +163,12 @@ class Options:
       entropy_threshold, position_penalty: with trait "paper". A threshold of None is −inf: no
         entropy is below it.
       verified: bool, with trait "verified".
-      lookup, unpriced: int32 and bool, with trait "lookup": the most drafts from the text, and
-        whether they are taken whatever they cost.
-      bias_ids, bias: int32 and float32 ``[N, K]``, the ids filled up with `NO_TOKEN`.
-      bad_words: int32 ``[N, K, L]``, filled up with `NO_TOKEN`.
-      allowed: the tokens that grammars allow, from `wedlm_jax.grammar.masks`; see
-        `wedlm_jax.decode.options`. Unlike the others it holds for one forward only.
+      lookup, unpriced: int32 and bool, with trait "lookup": the most drafts copied from the text,
+        and whether they are taken whatever they cost.
+      bias_ids, bias: int32 and float32 ``[N, K]``, the ids padded with `NO_TOKEN`.
+      bad_words: int32 ``[N, K, L]``, padded with `NO_TOKEN`.
+      allowed: the tokens that grammars allow, from `wedlm_jax.grammar.masks`; see `all_allowed`.
+        Unlike the others it is valid for one forward only.
     """
 
     window: Array
@@ -195,18 +196,18 @@ class Options:
 
     @property
     def anchored(self) -> Array:
-        """bool ``[N]``: sequences whose every token is the autoregressive choice after the tokens
-        before it. Their window starts with the last token of the text."""
+        """bool ``[N]``: which sequences choose every token as autoregressive decoding would. Their
+        window starts with the last token of the text."""
         without_window = self.window == 0
         return without_window if self.verified is None else without_window | self.verified
 
 
 class HostOptions:
-    """`Options` as the host keeps them: NumPy arrays ``[N, ...]``.
+    """The host's copy of `Options`: NumPy arrays ``[N, ...]``.
 
     Args:
       sequences: N.
-      traits: traits of all sequences together.
+      traits: the traits of all sequences together.
     """
 
     def __init__(self, sequences: int, traits: Traits):
@@ -228,11 +229,11 @@ class HostOptions:
 
         Args:
           window: its window, if its mode has one.
-          lookup: the most drafts from its text.
+          lookup: the most drafts copied from its text.
           stops: all token ids that end it.
 
         Raises:
-          ValueError: the traits do not cover them.
+          ValueError: the traits do not cover these options.
         """
         if not self.traits.holds(Traits.of(params, window, lookup)):
             raise ValueError(f"options outside the traits of the program, {self.traits}")
@@ -286,14 +287,13 @@ class HostOptions:
         return needed
 
     def options(self, traits: Traits | None = None) -> Options:
-        """Returns a copy of the arrays as a program with ``traits`` takes them; by default one with
-        all of them."""
+        """Returns a copy of the arrays for a program with ``traits``, by default `self.traits`."""
         names = _names(traits or self.traits)
         return Options(**{name: self.arrays[name].copy() for name in names})  # type: ignore[arg-type]
 
 
 def abstract_options(sequences: int, traits: Traits, vocab: int) -> Options:
-    """Returns the options of N sequences as shapes, to compile for."""
+    """Returns the shapes of the options of N sequences, for compiling."""
     arrays = _idle_arrays(sequences, traits)
     if traits.grammar:
         arrays["allowed"] = all_allowed(sequences, traits.checked_rows, vocab)
@@ -322,7 +322,7 @@ def _names(traits: Traits) -> list[str]:
 
 
 def _as_number(name: str, value: float | None) -> float:
-    if value is None:  # only thresholds can be: nothing is below −inf
+    if value is None:  # only a threshold can be None: nothing is below −inf
         return -np.inf
     integers = OPTIONS[name].array == "int32"
     return min(value, np.iinfo(np.int32).max) if integers else value
@@ -366,7 +366,7 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Voca
       stops: all token ids that end the sequence.
 
     Raises:
-      InputError: naming the option.
+      InputError: an option does not fit; the message names it.
     """
     if any(isinstance(token, str) for word in params.bad_words for token in word):
         raise InputError("bad_words: the engine takes token ids, not texts")
@@ -414,17 +414,17 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Voca
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Says which token ids may be chosen; static.
+    """The token ids that may be chosen; static.
 
-    A model has a row for more ids than there are tokens: vocabularies are padded to a round number,
-    Qwen3's from 151,669 to 151,936. Nothing keeps the logits of such rows low, and what is chosen
-    from them ends as no text.
+    A model's output has more rows than there are tokens, since vocabularies are padded to a round
+    number: Qwen3's from 151,669 to 151,936. Nothing keeps the logits of the padding low, and its
+    ids have no text.
 
     Attributes:
       size: V, the rows of the model's output.
       end: no id from here on may be chosen.
-      never: ids before that which may not be chosen either, ascending: the mask token, and holes in
-        the tokenizer's numbering.
+      never: lower ids that may not be chosen either, ascending: the mask token, and gaps in the
+        tokenizer's numbering.
     """
 
     size: int
@@ -436,18 +436,18 @@ class Vocabulary:
         """Returns the vocabulary of a model.
 
         Args:
-          known: the ids that its tokenizer knows; None without a tokenizer, where all ids but the
-            mask token's may be chosen. The tokens that end a text always may.
+          known: the ids that its tokenizer knows; these and the end-of-text tokens may be chosen.
+            None, without a tokenizer, allows all ids but the mask token's.
         """
         size, mask = config.vocab_size, config.mask_token_id
         chosen = np.ones(size, bool)
         if known is not None:
-            wanted = np.array([*known, *config.eos_token_ids], np.int64)
+            ids = np.array([*known, *config.eos_token_ids], np.int64)
             chosen[:] = False
-            chosen[wanted[wanted < size]] = True
+            chosen[ids[ids < size]] = True
         if mask is not None:
             chosen[mask] = False
-        # Without a tokenizer the mask token is the only exception, wherever it stands.
+        # Without a tokenizer the mask token is the only exception, even if it is the last id.
         end = size if known is None else int(chosen.nonzero()[0].max(initial=-1)) + 1
         return Vocabulary(size, end, tuple(np.flatnonzero(~chosen[:end]).tolist()))
 
@@ -458,7 +458,7 @@ class Vocabulary:
         return self.end - len(self.never)
 
     def restricted(self, logits: Array) -> Array:
-        """Returns ``logits [R, V]`` with −inf for what may not be chosen."""
+        """Returns ``logits [R, V]`` with −inf for tokens that may not be chosen."""
         if self.never:
             ids = self.never[0] if len(self.never) == 1 else np.array(self.never)
             logits = logits.at[:, ids].set(-jnp.inf)
@@ -474,14 +474,14 @@ BITS = 32
 
 # --- The tokens that a grammar allows ----------------------------------------------------------
 #
-# The tokens that a grammar allows, as bits: a host computes them before a forward, rows of logits
-# obey them in it.
+# The host computes the allowed tokens as bits before a forward, which applies them to its rows of
+# logits.
 #
-# A grammar knows what may follow a text, so it speaks of rows that see a text and nothing else:
-# those of filled slots in anchored sequences. Slot s of a window is the place after the text's
-# last token (slot 0) and the drafts in slots 1 .. s − 1. A draft that breaks the grammar is not
-# what its row chooses, so it is rejected, and the bits of the slots after it do not matter. Masks
-# draft freely: what they draft is verified.
+# A grammar determines what may follow a text, so it applies only to rows that see a text and
+# nothing else: those of filled slots in anchored sequences. Slot s of a window is the place after
+# the text's last token (slot 0) and the drafts in slots 1 .. s − 1. A draft that breaks the grammar
+# is not what its row chooses, so it is rejected, and the bits of the slots after it do not matter.
+# Masks draft freely, since their drafts are verified.
 
 
 def all_allowed(sequences: int, rows: int, vocab: int) -> np.ndarray:
@@ -499,7 +499,7 @@ def allowed_tokens(masks: Array, rows: HeadRows, vocab: int) -> Array:
     entry = jnp.clip(rows.slot - 1, 0, masks.shape[1] - 1)
     words = masks[rows.sequence, entry]
     bits = (words[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1
-    # Every device has all bits and takes its own: else the compiler shards the words, whose bounds
-    # are not those of the vocabulary's shards, and devices exchange what lies between.
+    # Every device has all bits and takes its own part. Otherwise the compiler shards the words, and
+    # where these shards differ from the vocabulary's, devices have to exchange bits.
     allowed = constrain(bits.reshape(words.shape[0], -1)[:, :vocab] == 1, None, None)
     return constrain(allowed | rows.is_mask[:, None], None, "vocab")

@@ -40,7 +40,7 @@ def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Ar
     distance = (slot - jnp.argmax(masks, axis=1)[:, None]).astype(jnp.float32)
     # H̃ = H + λ · distance, the paper's adjusted entropy.
     adjusted = entropies + options.position_penalty[:, None] * distance
-    # What is no mask must win neither of the two choices below.
+    # Filled slots must win neither of the two choices below.
     adjusted = jnp.where(masks, adjusted, jnp.inf)
     # τ = None is stored as -inf: nothing is below it, and one mask per forward is filled.
     below = adjusted < options.entropy_threshold[:, None]
@@ -54,9 +54,9 @@ def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Ar
 def committed_run(state: DecodeState) -> Array:
     """Returns the length of the leading filled run, int32 ``[N]``.
 
-    In physical order its tokens come first, each after exactly the text before it and nothing else.
-    So their keys and values are final, and can stay in the cache. A filled slot after a mask saw
-    an incomplete prefix: it is computed again by the next forward.
+    In physical order its tokens come first, each preceded by exactly the text before it. So their
+    keys and values are final and can stay in the cache. A filled slot after a mask saw an
+    incomplete prefix and is computed again by the next forward.
     """
     # A running product of 1, 1, 1, 0, 1 is 1, 1, 1, 0, 0; its sum is the length of the run.
     return jnp.cumprod(is_filled(state), axis=1).sum(axis=1, dtype=jnp.int32)

@@ -1,8 +1,9 @@
 """Chooses a token from each row of logits, and measures how uncertain the row is.
 
-Temperature first, then min-p, top-k and top-p, then a sample. Nothing is sorted: the smallest logit
-that stays is found by bisection on the bits of floats, which takes a fraction of the time of
-sorting 150k logits. A program without trait "sampled" contains nothing but an argmax.
+Logits are divided by the temperature, truncated by min-p, top-k and top-p, and sampled from.
+Nothing is sorted: the smallest logit that stays is found by bisection on the bits of floats, which
+takes a fraction of the time of sorting 150k logits. A program without trait "sampled" contains only
+an argmax.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 TINY = np.finfo(np.float32).tiny
 
 COLDEST = 1e-6
-"""Lower temperatures count as this one, so that divided logits stay finite."""
+"""Lower temperatures above 0 are raised to this, so that the divided logits stay finite."""
 
 
 def entropy(logits: Array) -> Array:
@@ -73,18 +74,18 @@ class Limits(NamedTuple):
 
 
 def sample(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
-    """Returns a token for each row of ``logits [R, V]``, int32 ``[R]``: sampled from their softmax
-    within the limits where ``drawn [R]``, else the most likely."""
+    """Returns a token for each row of ``logits [R, V]``, int32 ``[R]``: where ``drawn [R]``, a
+    sample of the softmax within the limits, else the most likely token."""
 
-    # On a CPU the logits of one row stay in its cache while they are searched, and a greedy row
-    # costs nothing. Elsewhere many rows at once take hardly longer than one.
+    # On a CPU the logits of a single row stay in the processor's cache during the search, and a
+    # greedy row needs none. Elsewhere many rows at once take hardly longer than one.
     return jax.lax.platform_dependent(
         logits, keys, drawn, limits, cpu=sample_one_by_one, default=sample_at_once
     )
 
 
 def sample_at_once(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
-    """Does `sample` for all rows together."""
+    """Computes `sample` for all rows together."""
     kept = logits if limits is None else truncate(logits, *limits)
     noise = jnp.where(drawn[:, None], gumbel(keys, logits.shape[-1]), 0.0)
     # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of their softmax.
@@ -92,7 +93,7 @@ def sample_at_once(logits: Array, keys: Array, drawn: Array, limits: Limits | No
 
 
 def sample_one_by_one(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
-    """Does `sample` for one row after another."""
+    """Computes `sample` for one row after another."""
 
     def row(given: tuple[Array, Array, Array, Limits | None]) -> Array:
         one = jax.tree.map(lambda x: x[None], given)
@@ -116,8 +117,8 @@ def random_keys(state: DecodeState, options: Options, rows: HeadRows) -> Array:
     """Returns the key ``[R]`` of each row's random numbers.
 
     For an anchored sequence the key depends on the position in the completion alone. So a draft is
-    sampled with the same Gumbel numbers that choose the token when the draft is verified, which is
-    what makes agreement likely and the result exactly that of AR decoding. In mode "paper" the key
+    sampled with the same Gumbel numbers that choose the token when the draft is verified, which
+    makes agreement likely and the result exactly that of AR decoding. In mode "paper" the key
     depends on the forward and the slot.
     """
     assert options.seed is not None
@@ -129,14 +130,15 @@ def random_keys(state: DecodeState, options: Options, rows: HeadRows) -> Array:
 
 
 def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
-    """Returns ``logits [R, V]`` with −inf for the tokens that min-p, then top-k, then top-p of the
-    rest leave out. The most likely token always stays.
+    """Returns ``logits [R, V]`` with −inf for the tokens that min-p excludes, then top-k, then
+    top-p of the rest. The most likely token always stays.
 
     Args:
       logits: float32, already divided by the temperature.
-      top_k: int32 ``[R]``, 0 for all. Exactly this many stay; of equal logits the lower ids.
-      top_p: float32 ``[R]`` in (0, 1]. A token stays if those more likely do not reach it yet.
-      min_p: float32 ``[R]`` in [0, 1], a share of the largest probability.
+      top_k: int32 ``[R]``, how many tokens stay; of equal logits the lower ids. 0 for all.
+      top_p: float32 ``[R]`` in (0, 1]. A token stays if the probabilities of more likely tokens
+        sum to less than this.
+      min_p: float32 ``[R]`` in [0, 1], the least probability relative to the largest.
     """
     vocab = logits.shape[-1]
     most = logits.max(axis=-1)
@@ -150,9 +152,9 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     level = _first(lowest, highest_level, lambda x: _above(logits, x) < k)
     among = k - _above(logits, level)
 
-    # Top-k leaves all logits above ``level``, and ``among`` of those equal to it. Top-p is the same
-    # search with probability mass instead of counts: the smallest x with less than the wanted mass
-    # above it. It is no lower than the level of top-k.
+    # Top-k keeps all logits above ``level``, and ``among`` of those equal to it. Top-p is the same
+    # search with probability mass instead of counts: the smallest x with less than the required
+    # mass above it, which is no lower than the level of top-k.
     weights = jnp.exp(logits - most[:, None])
     of_level = jnp.exp(_as_float(level) - most)
     reach = top_p * (_weight_above(logits, weights, level) + among * of_level)
@@ -167,8 +169,8 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
 
 
 def _largest(logits: Array, level: Array, among: Array) -> Array:
-    """Keeps of ``logits [R, V]`` those above ``level [R]`` and the first ``among [R]`` equal to
-    it."""
+    """Returns ``logits [R, V]``, with −inf for all but those above ``level [R]`` and the first
+    ``among [R]`` equal to it."""
     level = level[:, None]
     equal = logits == level
     token = jnp.arange(logits.shape[-1])
@@ -176,7 +178,7 @@ def _largest(logits: Array, level: Array, among: Array) -> Array:
     def up_to(last: Array) -> Array:
         return (equal & (token <= last[:, None])).sum(axis=-1) >= among
 
-    # Ties are rare unless logits are rounded; only then is the last one that stays searched for.
+    # Ties are rare unless logits are rounded; only with ties the last one that stays is searched.
     lowest = jnp.zeros_like(among)
     most = jnp.full_like(among, logits.shape[-1] - 1)
     tied = equal.sum(axis=-1) > among
@@ -185,8 +187,8 @@ def _largest(logits: Array, level: Array, among: Array) -> Array:
 
 
 def _first(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
-    """Finds by bisection the smallest integer in ``low [R]`` .. ``high [R]`` for which ``holds``;
-    ``high`` where there is none.
+    """Finds by bisection the smallest integer in ``low [R]`` .. ``high [R]`` for which ``holds`` is
+    true; ``high`` if there is none.
 
     Args:
       holds: monotone: false up to some integer, true from there on.
@@ -216,8 +218,8 @@ def _weight_above(logits: Array, weights: Array, x: Array) -> Array:
 def _as_integer(x: Array) -> Array:
     """Maps float32 to int32 in the same order, so that bisection over integers searches floats.
 
-    The bits of a float, read as an integer, grow with its magnitude: right for positive numbers,
-    and reversed for negative ones, whose bits are flipped.
+    The bits of a float, read as an integer, grow with its magnitude. This is the right order for
+    positive numbers and the reverse for negative ones, whose bits are therefore flipped.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -241,14 +243,15 @@ def random_key(seed: Array, *names: Array) -> Array:
 
 
 def gumbel(keys: Array, size: int) -> Array:
-    """Returns float32 ``[R, size]``, for each of ``keys [R]`` what ``jax.random.gumbel(key,
-    (size,))`` would, many times faster on a CPU.
+    """Returns Gumbel noise, float32 ``[R, size]``: for each of ``keys [R]`` the numbers of
+    ``jax.random.gumbel(key, (size,))``, but many times faster on a CPU.
 
-    There JAX computes its random bits (Threefry-2x32, Salmon et al., 2011) in rolled loops, whose
-    arrays pass through memory at every turn. Unrolled, all is one loop over the vocabulary.
+    On a CPU JAX computes its random bits (Threefry-2x32, Salmon et al., 2011) in rolled loops,
+    whose arrays go through memory in every iteration. Unrolled, it is a single loop over the
+    vocabulary.
     """
     words = jax.random.key_data(keys)
-    # With this constraint each device makes the noise of its own part of the vocabulary.
+    # With this constraint each device computes the noise for its own part of the vocabulary.
     number = constrain(jnp.arange(size, dtype=jnp.uint32)[None], None, "vocab")
     bits = _threefry(words[:, :1], words[:, 1:], number)
     # 23 random bits as the fraction of a float32 in [1, 2).

@@ -1,9 +1,9 @@
 """Plans which tokens a forward runs: a span of each sequence, one after another.
 
 A span is the next chunk of a prompt, a window, or both: the last chunk of a prompt and the first
-window run in the same forward. To the model they are all the same, a causal prefill chunk: its keys
-and values are written after what the sequence has computed, and what was not committed is
-overwritten by the next forward.
+window run in the same forward. To the model each is a causal prefill chunk: its keys and values are
+written after those that the sequence has computed, and the next forward overwrites those that were
+not committed.
 
 Four sequences in a forward of T = 16 (``c`` chunk, ``f`` filled slot, ``m`` mask, ``.`` padding)::
 
@@ -31,20 +31,20 @@ from wedlm_jax.decode.state import DecodeState, num_slots
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Allowance:
-    """Holds what the host allows a burst of forwards, of one replica.
+    """The host's limits for one replica's burst of forwards.
 
     Attributes:
       page_table: int32 ``[N, max_pages]``, the pages of each sequence in order, 0 where it has
         none.
       capacity: int32 ``[N]``, tokens that these pages hold.
       arrival: int32 ``[N]``, the order of arrival: the lowest is served first.
-      chunk_tokens: int32, prompt tokens that a forward may compute beside the windows; 0 pauses all
-        prompts.
+      chunk_tokens: int32, the most prompt tokens that a forward computes in addition to the
+        windows; 0 pauses all prompts.
       max_forwards: int32, the most forwards of the burst.
-      until_finished: int32 ``[1]``, the replica's burst ends when so many of its sequences have
+      until_finished: int32 ``[1]``; the replica's burst ends when this many of its sequences have
         finished.
-      seconds: float32 ``[1, S]``, what a forward of each static size costs: for programs with trait
-        "lookup", which takes drafts by it. None for others.
+      seconds: float32 ``[1, S]``, the cost of a forward of each static size, by which programs with
+        trait "lookup" choose the number of drafts; None for others.
     """
 
     page_table: Array
@@ -62,8 +62,8 @@ class SpanPlan:
     """The spans of one forward.
 
     Attributes:
-      starts: int32 ``[N+1]``, the flat index where each span starts; the last is their sum.
-      chunk: int32 ``[N]``, tokens of each prompt that the forward computes.
+      starts: int32 ``[N+1]``, the flat index where each span starts; the last is the total length.
+      chunk: int32 ``[N]``, how many tokens of each prompt the forward computes.
       window: bool ``[N]``, whether it also runs the window.
       place: int32 ``[N, P]``, the physical place of each slot in its window: filled slots first,
         then masks, each in logical order.
@@ -78,14 +78,14 @@ class SpanPlan:
 
     @property
     def num_tokens(self) -> Array:
-        """int32, real tokens of the forward."""
+        """int32, the number of real tokens in the forward."""
         return self.starts[-1]
 
 
 def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) -> SpanPlan:
     """Plans a forward: windows first, then prompt chunks, both in order of arrival.
 
-    Prompts also get the padding up to the next size of a forward: it is computed anyway.
+    Prompts also use the padding up to the forward's static size, which would be computed anyway.
     """
     most = sizes.total
     ready = state.running & has_room(state, allowance)
@@ -94,7 +94,8 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
     def before(tokens: Array) -> Array:
         return jnp.where(earlier, tokens[None, :], 0).sum(axis=1)
 
-    # Room is kept for the windows of sequences that still prefill: their prompt may end here.
+    # Room is reserved for the windows of sequences still in prefill, since their prompt may end in
+    # this forward.
     slots = jnp.where(ready, state.active, 0)
     ready &= before(slots) + slots <= most
     slots = jnp.where(ready, slots, 0)
@@ -103,12 +104,11 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
 
     def granted(budget: Array) -> tuple[Array, Array]:
         chunk = jnp.clip(budget - ahead, 0, left)
-        # A window stands on its whole prompt: it runs only with the prompt's last chunk, or after.
+        # A window needs its whole prompt: it runs with the prompt's last chunk, or after it.
         window = ready & (chunk == left)
         return chunk, window
 
-    # Granted twice: once to see how large the forward becomes, then again with the padding up to
-    # the next size of a forward.
+    # Granted twice: first to find the forward's size, then again with the padding up to that size.
     free = most - slots.sum()
     chunk, window = granted(jnp.minimum(allowance.chunk_tokens, free))
     size = jnp.minimum(sizes.filled_up(chunk.sum() + slots.sum()), most)
@@ -116,7 +116,7 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
     chunk, window = granted(jnp.where(padded, size - slots.sum(), 0))
     lengths = chunk + jnp.where(window, slots, 0)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
-    # starts[i] is where sequence i begins in the flat array, starts[N] how many tokens there are.
+    # starts[i] is where sequence i begins in the flat array, starts[N] the number of tokens.
     place = physical_place(state.filled, state.active)
     return SpanPlan(starts, chunk, window, place, inverse(place))
 
@@ -130,14 +130,14 @@ def has_room(state: DecodeState, allowance: Allowance) -> Array:
 def physical_place(filled: Array, active: Array) -> Array:
     """Returns the topological reordering of windows, int32 ``[N, P]``: each slot's physical place.
 
-    Filled slots first, then masks, each in logical order. Under a causal mask every mask then sees
-    every filled slot, on both sides of it, and a filled slot never sees a mask::
+    Filled slots come first, then masks, each in logical order. Under a causal mask, every masked
+    slot then sees every filled slot on either side, and a filled slot never sees a masked one::
 
         slot       0  1  2  3  4
         holds      f  m  f  m  m
         place      0  2  1  3  4        physical order: slots 0 2 1 3 4
 
-    Slots that are not active stay where they are, after all others.
+    Inactive slots stay where they are, after all others.
     """
     slot = jnp.arange(filled.shape[1], dtype=jnp.int32)
     if filled.shape[1] == 1:
@@ -146,8 +146,8 @@ def physical_place(filled: Array, active: Array) -> Array:
     active_slot = slot < active[:, None]
     first = filled & active_slot
     before = jnp.cumsum(first, axis=1, dtype=jnp.int32)
-    behind = before[:, -1:] + slot - before  # all filled slots, then the masks before this one
-    return jnp.where(first, before - 1, jnp.where(active_slot, behind, slot))
+    after = before[:, -1:] + slot - before  # after all filled slots and the masks before this one
+    return jnp.where(first, before - 1, jnp.where(active_slot, after, slot))
 
 
 def inverse(place: Array) -> Array:
@@ -162,8 +162,7 @@ def inverse(place: Array) -> Array:
 def attention_spans(
     plan: SpanPlan, state: DecodeState, allowance: Allowance, start: Array, size: int
 ) -> Spans:
-    """Returns the parts of the spans that lie in ``size`` flat places from ``start`` on, for
-    attention."""
+    """Returns, for attention, the parts of the spans in ``size`` flat places from ``start`` on."""
     starts = jnp.clip(plan.starts - start, 0, size)
     end = jnp.minimum(start + size, plan.starts[1:])
     lengths = starts[1:] - starts[:-1]
@@ -174,7 +173,7 @@ def attention_spans(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatTokens:
-    """The model's input, ``[T]`` each: token ids, logical positions for RoPE, and which are
+    """The model's input, ``[T]`` each: token ids, logical positions for RoPE, and which tokens are
     masks."""
 
     tokens: Array
@@ -187,28 +186,28 @@ def flat_tokens(
 ) -> FlatTokens:
     """Returns the tokens in ``size`` flat places from ``start`` on, padded after the last."""
     sequence, offset = owner(plan.starts, size, start)
-    behind_chunk = offset - plan.chunk[sequence]
+    in_slots = offset - plan.chunk[sequence]  # negative within the prompt's chunk
     computed = state.num_computed[sequence]
     in_text = jnp.minimum(computed + offset, state.text.shape[1] - 1)
-    slot = plan.order[sequence, jnp.clip(behind_chunk, 0, plan.order.shape[1] - 1)]
+    slot = plan.order[sequence, jnp.clip(in_slots, 0, plan.order.shape[1] - 1)]
     filled = state.filled[sequence, slot]
     in_window = jnp.where(filled, state.tokens[sequence, slot], mask_token_id)
-    is_window = behind_chunk >= 0
+    is_window = in_slots >= 0
     real = start + jnp.arange(size) < plan.num_tokens
     tokens = jnp.where(is_window, in_window, state.text[sequence, in_text])
-    # A window's token has the logical position of its slot, wherever it is in the flat array.
+    # A window's token has the logical position of its slot, wherever it stands in the flat array.
     positions = computed + jnp.where(is_window, plan.chunk[sequence] + slot, offset)
     is_mask = real & is_window & ~filled
     return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0), is_mask)
 
 
 def owner(starts: Array, size: int, start: Array | int = 0) -> tuple[Array, Array]:
-    """Returns the sequence of each of ``size`` flat places from ``start`` on, and the offset from
+    """Returns the sequence of each of ``size`` flat places from ``start`` on, and its offset from
     that sequence's start, int32 ``[size]`` each.
 
     Args:
-      starts: int32 ``[N+1]``, where each sequence's part starts. Places after the last part count
-        as the last sequence's.
+      starts: int32 ``[N+1]``, where each sequence's part starts. Places after the last part belong
+        to the last sequence.
     """
     place = jnp.arange(size, dtype=jnp.int32) + start
     if starts.shape[0] == 2:
@@ -220,26 +219,26 @@ def owner(starts: Array, size: int, start: Array | int = 0) -> tuple[Array, Arra
 # --- The static sizes of a forward -----------------------------------------------------------
 #
 # Compiled shapes are static, but the number of tokens in a forward is not. So the layers and the
-# head are compiled at a few sizes, each forward runs at the smallest that holds its tokens, and
-# the rest of that size is padding.
+# head are compiled at a few sizes; each forward runs at the smallest size that holds its tokens,
+# and is padded to it.
 
 Carry = TypeVar("Carry")
 
 SMALLEST_COARSE = 16
 LARGEST_HEAD = 256
-"""The most rows whose logits exist at once."""
+"""The most rows whose logits are in memory at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardSizes:
-    """Sizes at which the parts of a forward are compiled, smallest first.
+    """The sizes at which the parts of a forward are compiled, smallest first.
 
-    A forward of more tokens than the largest size passes the layers in several parts, each of which
-    sees the keys and values of those before it.
+    A forward of more tokens than the largest size goes through the layers in several parts, each of
+    which sees the keys and values of those before it.
 
     Attributes:
-      tokens: T, tokens that pass the layers at once.
-      head: R, rows that pass the head at once.
+      tokens: T, how many tokens go through the layers at once.
+      head: R, how many rows go through the head at once.
       total: the most tokens of a forward.
     """
 
@@ -251,13 +250,13 @@ class ForwardSizes:
         """Returns how often a forward of ``tokens`` runs the layers at each size, int32 ``[S]``."""
         largest, sizes = self.tokens[-1], jnp.array(self.tokens)
         whole = jnp.maximum(tokens - 1, 0) // largest
-        # Whole parts leave 1 .. the largest size, so one more part runs.
+        # After the whole parts at least one token is left, so one more part runs.
         last = (sizes < tokens - whole * largest).sum()
         part = (jnp.arange(len(self.tokens)) == last) & (tokens > 0)
         return part + whole * (sizes == largest)
 
     def filled_up(self, tokens: Array) -> Array:
-        """Returns how many tokens, int32, a forward of ``tokens`` computes, padding included."""
+        """Returns how many tokens a forward of ``tokens`` computes, padding included, int32."""
         return (self.runs(tokens) * jnp.array(self.tokens)).sum()
 
 
@@ -273,15 +272,16 @@ def forward_sizes(
     whole: int = 4,
     lookup: int = 0,
 ) -> ForwardSizes:
-    """Chooses sizes for N sequences with windows of at most W and prompt chunks beside them.
+    """Chooses sizes for N sequences with windows of at most W, and for prompt chunks.
 
     Args:
-      largest: the most tokens that pass the layers at once.
+      largest: the most tokens that go through the layers at once.
       narrower: whether some sequences have narrower windows.
-      coarse: whether a forward of few tokens takes as long as one of four times as many, as on
-        accelerators, whose time goes into reading the weights.
-      one_size: whether all forwards are computed at one size, as a deterministic engine does.
-      whole: tokens that a CPU's matrix product computes together; 16 on columns.
+      coarse: choose sizes four times apart, for accelerators: a small forward there takes as long
+        as one four times its size, since its time goes into reading the weights.
+      one_size: use a single size for all forwards, for a deterministic engine.
+      whole: how many tokens a CPU's matrix product computes together: 4, or 16 with weights in
+        columns.
       lookup: the most drafts that are copied from a text.
     """
     spans = sequences * num_slots(window, lookup)
@@ -304,10 +304,10 @@ def _grid(
     """Lists powers of two and, from 64 on, one size between each two of them; for one sequence, the
     sizes of its windows.
 
-    Each further size costs compile time; each size less costs padding, which waiting prompts fill.
+    More sizes cost compile time; fewer cost padding, which waiting prompts fill.
     """
     if sequences == 1:
-        # A forward is a token, a window with few, half or all slots filled, or a chunk.
+        # A forward is one token, a window with few, half or all slots filled, or a chunk.
         widths = [window] if window else []
         if narrower:
             widths += [2**i for i in range(1, window.bit_length()) if 2**i < window]
@@ -324,7 +324,7 @@ def _grid(
 
 
 def _filled(tokens: int, whole: int) -> int:
-    """Rounds up to a multiple of ``whole``, and 28 to 32, which takes less time."""
+    """Rounds up to a multiple of ``whole``, and 28 to 32, which is faster."""
     rounded = -(-tokens // whole) * whole
     return 32 if rounded == 28 else rounded
 
@@ -340,12 +340,12 @@ def at_size(
     run: Callable[[int, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """Runs ``run(size, carry)`` at the smallest of ``sizes`` that holds ``needed``; not at all
-    where ``needed`` is 0.
+    """Runs ``run(size, carry)`` at the smallest of ``sizes`` that holds ``needed``; not at all if
+    ``needed`` is 0.
 
     Each size is a loop that runs once or not at all. `jax.lax.switch` would be simpler, but on CPUs
-    it copies what it carries, which here is the whole cache, at every forward. A loop's carry is
-    updated in place everywhere.
+    it copies its operands, which here include the whole cache, in every forward. A loop's carry is
+    updated in place on all platforms.
     """
     smaller = 0
     for size in sizes:
@@ -369,8 +369,8 @@ def in_parts(
     run: Callable[[int, Array, Carry], Carry],
     carry: Carry,
 ) -> Carry:
-    """Runs ``run(size, start, carry)`` over ``needed`` rows: in parts of the largest size, the rest
-    at the smallest size that holds it."""
+    """Runs ``run(size, start, carry)`` over ``needed`` rows: in parts of the largest size, and the
+    rest at the smallest size that holds it."""
     largest = sizes[-1]
 
     def more(turn: tuple[Array, Carry]) -> Array:

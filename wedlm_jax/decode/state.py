@@ -34,17 +34,17 @@ from wedlm_jax.params import MOST_LOGPROBS
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """Holds what was committed since the host last fetched it, at most E tokens per sequence.
+    """The tokens committed since the host last fetched them, at most E per sequence.
 
     Attributes:
       tokens: int32 ``[N, E]``.
       forwards, instances: int32 ``[N, E]``, the sequence's ``num_forwards`` and
-        ``num_token_instances`` after the forward that committed each token. With these a
-        completion can be cut at a stop string afterwards and still be counted exactly.
+        ``num_token_instances`` after the forward that committed each token. With these the counts
+        stay exact when a completion is cut at a stop string afterwards.
       drafts: uint32 ``[N, E]``, the drafts that this forward checked, at the first token that it
-        committed (see `wedlm_jax.decode.loop.draft_code`); 0 at others.
+        committed (see `wedlm_jax.decode.loop.draft_code`); 0 at other tokens.
       logprobs: ``[N, E]``; None where no sequence asks for them.
-      count: int32 ``[N]``, how many.
+      count: int32 ``[N]``, the number of tokens.
     """
 
     tokens: Array
@@ -60,7 +60,7 @@ class Emitted:
 class DecodeState:
     """Everything that changes while sequences are decoded, except their pages.
 
-    N sequences, P slots a window, room for S tokens of text.
+    There are N sequences, P slots per window, and room for S tokens of text per sequence.
 
     Attributes:
       text: int32 ``[N, S]``, prompt and committed completion.
@@ -70,15 +70,16 @@ class DecodeState:
         opens: the prompt, or everything committed before the sequence was preempted.
       num_computed: int32 ``[N]``, n: tokens whose final keys and values are in the cache.
       tokens: int32 ``[N, P]``, the token of each filled slot.
-      filled: bool ``[N, P]``.
-      logprobs: ``[N, P]``, of each filled slot's token; None where no sequence asks for them.
-      active: int32 ``[N]``, slots that the next forward runs; those after them are not open yet.
+      filled: bool ``[N, P]``, whether each slot holds a token.
+      logprobs: ``[N, P]``, log-probability of each filled slot's token; None where no sequence asks
+        for them.
+      active: int32 ``[N]``, how many slots the next forward runs; later ones are not open yet.
       running: bool ``[N]``, False where there is no sequence, or a finished one.
-      stopped: bool ``[N]``, finished by a stop token.
+      stopped: bool ``[N]``, whether it was finished by a stop token.
       num_forwards, num_token_instances: int32 ``[N]``, decode forwards, which are those that ran
         the sequence's window, and the active slots that they ran; prefill chunks are not counted.
-      emitted: what the host has not fetched yet.
-      lookup: what its own text says of each; None where no drafts are copied from texts.
+      emitted: committed tokens that the host has not fetched yet.
+      lookup: drafts from each sequence's own text; None if no drafts are copied from texts.
     """
 
     text: Array
@@ -115,14 +116,14 @@ class DecodeState:
 
     @property
     def first_index(self) -> Array:
-        """int32 ``[N]``: the index in the completion, from 0, of the token in slot 0; −1 where that
-        is the last token of the prompt."""
+        """int32 ``[N]``: the index in the completion, from 0, of the token in slot 0; −1 if that is
+        the last token of the prompt."""
         return self.window_start - self.prompt_length
 
 
 def num_slots(window: int, lookup: int = 0) -> int:
     """Returns P: room for W masks after at most W filled slots, or after the last token of the text
-    and as many drafts as are copied; one slot where there are neither masks nor drafts."""
+    and the copied drafts; one slot if there are neither masks nor drafts."""
     return max(2 * window, window + 1 + lookup if lookup else 1)
 
 
@@ -133,9 +134,9 @@ def idle_state(
 
     Args:
       sequences: N.
-      window: W, the widest that a sequence may get.
-      text: S, prompt and completion together at most.
-      emitted: E, tokens a sequence may commit between two fetches of the host.
+      window: W, the widest window of a sequence.
+      text: S, the most tokens of a prompt and its completion together.
+      emitted: E, the most tokens that a sequence commits between two fetches of the host.
       with_logprobs: whether tokens have log-probabilities, with `MOST_LOGPROBS` alternatives.
       lookup: the most drafts that are copied from a text.
     """
@@ -191,14 +192,14 @@ def is_mask(state: DecodeState) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadRows:
-    """The rows of a forward that pass the head, of all sequences together, ``[R]`` each.
+    """The rows of a forward that go through the head, of all sequences together, ``[R]`` each.
 
     Attributes:
-      sequence: int32, its sequence, 0 .. N-1; 0 for padding.
+      sequence: int32, the row's sequence, 0 .. N-1; 0 for padding.
       slot: int32, the window slot whose token the row predicts.
       valid: bool, False for padding.
-      is_mask: bool, the row is a mask, which predicts its own token; else it is the row of the
-        token before the slot, which predicts the next one.
+      is_mask: bool, whether the row is a mask, which predicts its own token; otherwise it is the
+        row of the token before the slot, which predicts the next one.
     """
 
     sequence: Array
@@ -220,7 +221,7 @@ class Entrants:
       text: int32 ``[A, S]``.
       numbers: int32 ``[A, 7]``: text_length, prompt_length, prefill_length, num_computed, active,
         num_forwards, num_token_instances.
-      tokens: int32 ``[A, P]``, of the window's slots.
+      tokens: int32 ``[A, P]``, tokens of the window's slots.
       filled: bool ``[A, P]``.
       logprobs: log-probabilities of the filled slots; None where no sequence asks for them.
     """
@@ -234,7 +235,7 @@ class Entrants:
 
 
 def admit(state: DecodeState, entrants: Entrants, released: Array) -> DecodeState:
-    """Stops the sequences that are ``released [N]`` and puts the entrants into the state."""
+    """Stops the ``released [N]`` sequences and puts the entrants into the state."""
     at = entrants.index
 
     def put(old: Array, new: Array) -> Array:
@@ -279,8 +280,9 @@ def _entered(lookup: Lookup | None, entrants: Entrants) -> Lookup | None:
 def pack_for_host(state: DecodeState) -> Array:
     """Packs what the host fetches after a burst into one array, int32 ``[N, 7 + 4 E]``.
 
-    In order: num_computed, num_output, running, stopped, num_forwards, num_token_instances, the
-    emitted count, then the four emitted arrays. One transfer takes a fraction of the time of ten.
+    The columns are num_computed, num_output, running, stopped, num_forwards, num_token_instances,
+    the emitted count, then the four emitted arrays. One transfer takes a fraction of the time of
+    ten.
     """
     emitted = state.emitted
     columns = [
@@ -301,8 +303,8 @@ def pack_for_host(state: DecodeState) -> Array:
 def resize_slots(
     state: DecodeState, window: int, with_logprobs: bool, lookup: int = 0
 ) -> DecodeState:
-    """Grows or shrinks the slot arrays to windows of W and ``lookup`` copied drafts, with
-    log-probabilities or without; what fits of their contents is kept."""
+    """Resizes the slot arrays to windows of W and ``lookup`` copied drafts, with log-probabilities
+    or without; their contents are kept as far as they fit."""
     slots, sequences = num_slots(window, lookup), state.running.shape[0]
     known = state.lookup
     if not lookup:
@@ -334,28 +336,26 @@ def resize_slots(
     )
 
 
-# --- What a traced program tells of its last forward -----------------------------------------
-#
-# Only programs with trait "traced" have it.
+# --- The last forward, in programs with trait "traced" ---------------------------------------
 
 NOTHING = -1
-"""In the place of a token: a mask, or a slot that was not filled."""
+"""Stands for a token where a slot was a mask, or was not filled."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LastForward:
-    """The last forward of a burst, of each sequence, by the slots of the window as it saw it.
+    """What the last forward of a burst saw and did, by sequence and slot of its window.
 
     Attributes:
-      ran: bool ``[N]``, whether it ran the sequence's window; the rest has no meaning otherwise.
+      ran: bool ``[N]``, whether it ran the sequence's window; otherwise the rest is meaningless.
       start: int32 ``[N]``, the logical position of slot 0.
-      active: int32 ``[N]``, slots that it ran.
-      held: int32 ``[N, P]``, the token of each slot, or `NOTHING` where it was a mask.
-      entropies: float32 ``[N, P+1]``, nats, of the prediction for each slot and the one after
-        the last; NaN where nothing was predicted.
+      active: int32 ``[N]``, how many slots it ran.
+      held: int32 ``[N, P]``, the token of each slot, or `NOTHING` for a mask.
+      entropies: float32 ``[N, P+1]``, entropy in nats of the prediction for each slot and the one
+        after the last; NaN where nothing was predicted.
       drafted: int32 ``[N, P]``, the token that the forward filled a mask with, or `NOTHING`.
-      rejected: bool ``[N, P]``, drafts that verification threw out.
+      rejected: bool ``[N, P]``, whether the slot's draft failed verification.
     """
 
     ran: Array
@@ -368,7 +368,7 @@ class LastForward:
 
 
 def no_forward(sequences: int, slots: int) -> LastForward:
-    """Returns what there is before the first forward, for N sequences of P slots."""
+    """Returns the value before the first forward, for N sequences of P slots."""
     none = jnp.full((sequences, slots), NOTHING)
     return LastForward(
         ran=jnp.zeros(sequences, bool),
@@ -389,13 +389,13 @@ def last_forward(
     fills: Array,
     kept: Array,
 ) -> LastForward:
-    """Notes a forward.
+    """Records a forward.
 
     Args:
-      state: before it.
+      state: the state before it.
       ran: bool ``[N]``, whether it ran the sequence's window.
       tokens: int32 ``[N, P]``, predictions by slot.
-      entropies: float32 ``[N, P+1]``, theirs, NaN where nothing was predicted.
+      entropies: float32 ``[N, P+1]``, entropies of the predictions; NaN where there is none.
       fills, kept: bool ``[N, P]``, masks that it fills, and filled slots that stay.
     """
     held = is_filled(state)

@@ -2,17 +2,17 @@
 
 The row of a filled slot predicts the next token, as in autoregressive decoding. In the leading
 run, which comes first in physical order, that row sees exactly the text before it. So one forward
-says what autoregressive decoding would choose at each position of the run. Drafts are committed up
-to the first that differs from that choice; the choice itself is then known, and opens the next
+computes what autoregressive decoding would choose at each position of the run. Drafts are committed
+up to the first that differs from that choice; the choice itself is then known and opens the next
 window:
 
     slot     0        1 .. d       d+1       d+2 .. d+W
     holds    known    drafts       mask      masks
     its row  chooses slot 1 .. d+1 (unused)  drafts for slots d+2 ..
 
-The token of slot d+1 is chosen by the last row of the run, better informed than the mask there. So
+The token of slot d+1 is chosen by the last row of the run, which knows more than the mask there. So
 a window holds at most W - 1 drafts, and a forward adds 1 to W tokens to the text. With W = 0 only
-slot 0 is left: that is autoregressive decoding.
+slot 0 is left, which is autoregressive decoding.
 
 Theorem. Let each place i of a completion have its own random numbers g_i, a function of the
 sequence's seed and of i alone, and let c(x, i) = argmax_v(logits(v | x) / T + g_iv) after
@@ -31,7 +31,7 @@ row's (Daliri, Musco and Suresh, 2024, arXiv 2408.07978). Speculative sampling, 
 min(1, p / q) and resamples the rest, would accept 1 - TV, but its result would depend on the
 drafts, and so on the window and on what else runs on the machine.
 
-The condition: choices must come out the same at every shape of a forward. In float32 they differ
+The theorem assumes that choices are the same at every shape of a forward. In float32 they differ
 only where two logits tie within rounding. In bfloat16 such ties are common; a deterministic engine
 computes every forward of every program in one shape.
 """
@@ -48,12 +48,12 @@ from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
 
 
 class Verified(NamedTuple):
-    """Holds what a forward decides for anchored windows.
+    """A forward's decisions for anchored windows.
 
     Attributes:
       run: int32 ``[N]``, leading slots that are text now: slot 0 and the accepted drafts.
       drafts: bool ``[N, P]``, masks to fill with drafts.
-      kept: bool ``[N, P]``, filled slots that stay: none from the first wrong draft on.
+      kept: bool ``[N, P]``, filled slots that stay: those before the first wrong draft.
     """
 
     run: Array
@@ -80,13 +80,13 @@ def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array
     slot = jnp.arange(state.filled.shape[1])
     filled = is_filled(state)
     is_draft = filled & (slot >= 1)
-    # tokens[s] is what the row before slot s chose for it: a draft is right if it is that token.
-    # Slot 0 holds text, which needs no check.
+    # tokens[s] is the choice of the row before slot s; a draft is right if it is that token. Slot 0
+    # holds text, which needs no check.
     right = (is_draft & (tokens[:, :-1] == state.tokens)) | (slot == 0)
-    # A draft counts only if all drafts before it were right: the product is 1 up to the first that
-    # was not, and 0 from there on.
+    # A draft counts only if all drafts before it are right: the product is 1 up to the first wrong
+    # one, and 0 from there on.
     run = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
-    # Masks saw all drafts. If one of them was wrong, what the masks say was said of a wrong text.
+    # Masks saw all drafts. If one of those was wrong, the masks' predictions follow a wrong text.
     whole = run == filled.sum(axis=1)
     kept = filled & (slot < run[:, None])
     drafts = draft_rule(entropies[:, :-1], is_mask(state) & whole[:, None], options.draft_budget)
@@ -95,10 +95,10 @@ def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array
 
 def draft_rule(entropies: Array, is_mask: Array, budget: Array | None) -> Array:
     """Chooses the masks that draft, bool ``[N, P]``: in logical order, as long as their entropies
-    add up to less than ``budget [N]`` nats; never the first, whose token is known.
+    sum to less than ``budget [N]`` nats; never the first, whose token is known.
 
-    The sum, rather than a threshold for each, bounds the risk of the draft as a whole: one wrong
-    token discards everything after it.
+    A limit on the sum, rather than on each entropy, bounds the risk of the draft as a whole: one
+    wrong token discards everything after it.
 
     Args:
       entropies: float32 ``[N, P]``.
@@ -107,8 +107,8 @@ def draft_rule(entropies: Array, is_mask: Array, budget: Array | None) -> Array:
     """
     if budget is None:
         return jnp.zeros_like(is_mask)
-    behind_first = is_mask & (jnp.cumsum(is_mask, axis=-1) > 1)
+    after_first = is_mask & (jnp.cumsum(is_mask, axis=-1) > 1)
     # -log p of a sampled token is H on average, and of the most likely one at most H. So exp(-sum)
     # estimates the chance that the draft is right as a whole.
-    spent = jnp.cumsum(jnp.where(behind_first, entropies, 0.0), axis=-1)
-    return behind_first & (spent < budget[:, None])
+    spent = jnp.cumsum(jnp.where(after_first, entropies, 0.0), axis=-1)
+    return after_first & (spent < budget[:, None])
