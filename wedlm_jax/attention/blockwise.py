@@ -1,8 +1,8 @@
 """Attention over visible tiles only, in plain XLA: no ``[T, T]`` array exists.
 
-The tiles that any query may see are listed when the program is traced, or, where blocks are left
-out of the prediction stream, on the device. A loop walks the list with an online softmax (Milakov &
-Gimelshein, 2018; Dao et al., 2022, algorithm 1), and the backward pass walks it again and
+The tiles that any query may see are listed when the program is traced or, if blocks are left out of
+the prediction stream, on the device. A loop goes through the list with an online softmax (Milakov &
+Gimelshein, 2018; Dao et al., 2022, algorithm 1); the backward pass goes through it again and
 recomputes the scores. So time grows with the visible area, memory with T, and the program with
 neither.
 """
@@ -44,8 +44,8 @@ def attend_blockwise(
     Args:
       q: ``[B, K, G, T, head_dim]``, grouped by KV head.
       k, v: ``[B, K, T, head_dim]``.
-      mask: over T rows.
-      tile: side of a tile; rounded up to a multiple of the block size, down to L.
+      mask: a mask over T rows.
+      tile: side of a tile; capped at L and rounded up to a multiple of the block size.
 
     Returns:
       ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
@@ -74,8 +74,8 @@ def _tiled(
 def _forward(
     grid: TileGrid, q: Array, k: Array, v: Array, segments: Array, limits: Array | None
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Returns the output, and what the backward pass needs: inputs, output, and the log of each
-    row's sum of exponentials, ``[B, K, G, T]``."""
+    """Returns the output, and what the backward pass needs: the inputs, the output, and the log of
+    each row's sum of exponentials, ``[B, K, G, T]``."""
     rows = q.shape[:-1]
 
     def body(carry: Carry, pair: Array) -> Carry:
@@ -149,11 +149,11 @@ def _over_tiles(
     body: Callable[[Carry, Array], Carry],
     carry: Carry,
 ) -> Carry:
-    """Runs ``body`` over the tiles that may be seen, each a pair of query tile and key tile."""
+    """Runs ``body`` over the visible tiles, each a pair of query tile and key tile."""
     tiles = jnp.asarray(grid.visible())
     if limits is None:
         return jax.lax.scan(lambda carry, pair: (body(carry, pair), None), carry, tiles)[0]
-    # What no row of the batch sees goes to the end of the list, where the loop does not come.
+    # Tiles that no row of the batch sees go to the end of the list, which the loop does not reach.
     seen = tiles_that_meet(grid, segments, limits).any(0)[tiles[:, 0], tiles[:, 1]]
     tiles = tiles[jnp.argsort(~seen, stable=True)]
     return jax.lax.fori_loop(0, seen.sum(), lambda n, carry: body(carry, tiles[n]), carry)
@@ -176,7 +176,7 @@ def _tile_scores(
     if limits is None:
         seen = same & grid.seen(i, j)
     else:
-        # What is read for a query tile of the memory is not used.
+        # The limits taken for a query tile of the memory are not used.
         seen = same & grid.seen(i, j, _take(limits, i - grid.memory // tile, tile, 1))
     return jnp.where(seen[:, None, None], scores, -jnp.inf)
 

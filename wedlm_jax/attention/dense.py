@@ -1,4 +1,4 @@
-"""Attention with every score in memory: the reference.
+"""Attention with all scores in memory: the reference.
 
 Arrays are grouped by KV head: queries ``[B, K, G, T, head_dim]``, keys and values
 ``[B, K, S, head_dim]``.

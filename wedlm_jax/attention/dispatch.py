@@ -1,7 +1,7 @@
-"""Chooses the backend of attention under a mask; the one place that does.
+"""Attention under a mask: the single dispatch to its backends.
 
 All backends compute scores, softmax and sums in float32, and return zeros for a row that sees
-nothing (padding). None falls back to another one silently.
+nothing (padding). No backend silently falls back to another.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def check_runs_on(implementation: str, platform: str) -> None:
 
     Args:
       implementation: a name in `IMPLEMENTATIONS`.
-      platform: platform of a device, as JAX names it.
+      platform: JAX's name of a device's platform.
 
     Raises:
-      InputError: naming both.
+      InputError: the kernel does not run there; the message names both.
     """
-    own, name = _PLATFORMS.get(implementation, (platform, ""))
-    if own != platform:
+    required, name = _PLATFORMS.get(implementation, (platform, ""))
+    if required != platform:
         raise InputError(
             f"attention backend {implementation!r} is for {name}, not for {platform!r}"
         )
@@ -60,9 +60,9 @@ def attend(
     Args:
       q: ``[B, T, H, head_dim]``.
       k, v: ``[B, K, T, head_dim]``, K dividing H.
-      mask: the specification.
+      mask: which keys each query sees.
       implementation: a name in `IMPLEMENTATIONS`.
-      tile: side of the splash kernel's tiles; 0: what suits the chip.
+      tile: side of the splash kernel's tiles; 0 for what suits the chip.
 
     Returns:
       ``[B, T, H, head_dim]`` in the dtype of ``q``.
@@ -72,7 +72,7 @@ def attend(
         raise ValueError(f"attention backend {implementation!r}: not in {names}")
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[1]
-    # Queries of one KV head side by side, [B, K, G, T, head_dim], make plain batched products.
+    # Grouped by KV head, [B, K, G, T, head_dim], attention is plain batched products.
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
     grouped = grouped.transpose(0, 2, 3, 1, 4)
     if implementation == "blockwise":

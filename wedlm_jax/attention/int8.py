@@ -1,9 +1,9 @@
 """Keys and values as 8-bit integers, with a scale for each head of each token.
 
-Keys and values are rounded before the first use: a forward attends to its own tokens as rounded as
-they are in the cache. So it makes no difference whether a token's keys come from the window, from
-the same prompt chunk or from the cache, and a completion depends neither on chunks and sizes nor,
-in mode "verified", on the window.
+Keys and values are rounded before their first use: a forward attends even to its own tokens with
+the rounding of the cache. So it makes no difference whether a token's keys come from the window,
+the same prompt chunk or the cache, and a completion depends neither on chunks and sizes nor, in
+mode "verified", on the window.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST = 127.0
 class Int8Rows:
     """``values [..., head_dim] * scales [...]``.
 
-    The scales are an array of their own: beside the values, each would take the room of a whole
+    The scales are a separate array: stored among the values, each would take the space of a whole
     vector on a TPU.
 
     Attributes:
@@ -52,7 +52,7 @@ def to_int8(x: Array) -> Int8Rows:
 
 
 def to_float(rows: Rows, dtype: Any) -> Array:
-    """Returns the numbers that the rows stand for; a float array unchanged."""
+    """Returns the rows as floats; a float array unchanged."""
     if not isinstance(rows, Int8Rows):
         return rows
     return (rows.values.astype(jnp.float32) * rows.scales[..., None]).astype(dtype)

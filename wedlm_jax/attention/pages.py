@@ -1,8 +1,8 @@
 """The pool of pages with the keys and values of all sequences, and which tokens read which pages.
 
-One array for all layers: ``[layers * num_pages, page_size, 2 * K, head_dim]``, in which index 2k
-of the third axis is key head k and 2k + 1 value head k. Layer l owns the pages from
-``l * num_pages``. No layer is ever sliced out of the array, so loops update it in place.
+The pool is one array for all layers, ``[layers * num_pages, page_size, 2 * K, head_dim]``, in which
+index 2k of the third axis is key head k and 2k + 1 value head k. Layer l owns the pages from
+``l * num_pages`` on. No layer is ever sliced out of the array, so loops update it in place.
 
 Page 0 of each layer is the *trash page*: no sequence owns it, and padding is written there.
 """
@@ -22,8 +22,8 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.sharding import AXIS_RULES
 
 Pages = Rows
-"""``[layers * num_pages, page_size, 2 * K, head_dim]``: numbers, or `Int8Rows` with a scale for
-each token and head."""
+"""``[layers * num_pages, page_size, 2 * K, head_dim]``: floats, or `Int8Rows` with a scale for each
+token and head."""
 
 
 @jax.tree_util.register_dataclass
@@ -32,10 +32,10 @@ class Spans:
     """Maps the flat tokens of a forward to N sequences and their pages.
 
     Attributes:
-      query_starts: int32 ``[N + 1]``: sequence i has the flat tokens from ``query_starts[i]`` to
+      query_starts: int32 ``[N + 1]``; sequence i has the flat tokens from ``query_starts[i]`` to
         ``query_starts[i + 1]``. Those from ``query_starts[N]`` on are padding.
-      kv_lengths: int32 ``[N]``, tokens in the pages, those of this span included; 0 for a
-        sequence without span.
+      kv_lengths: int32 ``[N]``, tokens in the pages, this span's included; 0 for a sequence without
+        span.
       page_table: int32 ``[N, max_pages]``, pages of each sequence in order; 0 where it has none.
     """
 
@@ -59,7 +59,7 @@ class Spans:
           whether it is a real token. For padding the first two are in range, but meaningless.
         """
         token = jnp.arange(size, dtype=jnp.int32)
-        # For few sequences comparing with all starts is faster than a binary search.
+        # For few sequences, comparing with all starts is faster than a binary search.
         before = (token[:, None] >= self.query_starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
         sequence = jnp.minimum(before, self.num_sequences - 1)
         place = self.kv_lengths[sequence] - (self.query_starts[sequence + 1] - token)
@@ -69,14 +69,14 @@ class Spans:
 def allocate_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: Any, *, replicas: int = 1
 ) -> Pages:
-    """Allocates a pool, on a mesh sharded by replicas and heads.
+    """Allocates a pool; under a mesh it is sharded by replicas and heads.
 
     Args:
       config: config of the model.
-      num_pages: number of pages of each layer and replica, the trash page included.
-      page_size: tokens of a page.
+      num_pages: number of pages per layer and replica, the trash page included.
+      page_size: tokens per page.
       dtype: dtype of the values; int8 for `Int8Rows`.
-      replicas: pools that follow each other in the first axis.
+      replicas: number of pools, which follow each other in the first axis.
     """
     shape = (
         replicas * config.num_hidden_layers * num_pages,
@@ -106,10 +106,10 @@ def token_places(spans: Spans, size: int, page_size: int) -> Array:
     Args:
       spans: spans of this forward.
       size: T.
-      page_size: tokens of a page.
+      page_size: tokens per page.
 
     Returns:
-      int32 ``[T]``, ``page * page_size + offset``; for padding, in the trash page.
+      int32 ``[T]``, ``page * page_size + offset``; for padding, places in the trash page.
     """
     sequence, place, real = spans.owners(size)
     page = spans.page_table[sequence, place // page_size]
@@ -127,13 +127,13 @@ def write_pages(
       keys, values: ``[T, K, head_dim]``.
       places: int32 ``[T]``, from `token_places`.
       layer: its number, from 0.
-      num_pages: number of pages of each layer.
+      num_pages: number of pages per layer.
     """
     size, kv_heads, head_dim = keys.shape
     new = jnp.stack([keys, values], axis=2).reshape(size, 2 * kv_heads, head_dim)
     if size == 1:
-        # XLA turns a scatter of a single row into an update of a slice, which on a CPU copies the
-        # whole pool. So a second row is written to the trash page.
+        # XLA turns a scatter of a single row into a slice update, which on a CPU copies the whole
+        # pool. So a second row is written, to the trash page.
         new = jnp.concatenate([new, new])
         places = jnp.concatenate([places, jnp.zeros_like(places)])
     page_size = pages.shape[1]

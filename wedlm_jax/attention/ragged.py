@@ -1,8 +1,8 @@
 """Attention of spans over pages: one dispatch, three backends.
 
-A span is a prompt chunk, an autoregressive token or a window: causal in physical order after what
-its sequence has computed. Keys and values are written first, so that tokens attend to themselves
-through the pages, with the rounding of the cache.
+A span is a prompt chunk, an autoregressive token or a window. It follows what its sequence has
+computed, and is causal in physical order. Keys and values are written first, so that tokens attend
+to themselves through the pages, with the rounding of the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Pages, Spans, allocate_pages, token_places
-from wedlm_jax.attention.pages import write_pages as _write_own
+from wedlm_jax.attention.pages import write_pages as _write_shard
 from wedlm_jax.attention.ragged_tpu import LiveSpans, attend_tpu, live_first
 from wedlm_jax.attention.ragged_xla import Tiles, attend_xla, make_tiles
 from wedlm_jax.config import ModelConfig
@@ -45,7 +45,7 @@ RAGGED_BACKENDS = {
 """The backends by name, and what each is for."""
 
 Plan = Tiles | LiveSpans
-"""What a forward computes once for all layers; its type is that of the backend."""
+"""What a forward computes once for all layers; the type depends on the backend."""
 
 
 def check_ragged_backend(
@@ -54,8 +54,8 @@ def check_ragged_backend(
     """Returns the backend to use, and refuses one that cannot run.
 
     Args:
-      name: in `RAGGED_BACKENDS`; None for the platform's own.
-      platform: platform of the devices, as JAX names it.
+      name: a name in `RAGGED_BACKENDS`; None for the platform's default.
+      platform: JAX's name of the devices' platform.
       config: config of the model.
       int8: whether the pages hold 8-bit integers.
 
@@ -64,8 +64,8 @@ def check_ragged_backend(
     """
     fits = config.head_dim % 128 == 0 and not int8
     if name is None:
-        own = {"cpu": "xla", "tpu": "rpa" if fits else "xla"}
-        return own.get(platform, "gather")
+        defaults = {"cpu": "xla", "tpu": "rpa" if fits else "xla"}
+        return defaults.get(platform, "gather")
     if name not in RAGGED_BACKENDS:
         names = ", ".join(RAGGED_BACKENDS)
         raise InputError(f"attention: expected one of {names}, not {name!r}")
@@ -89,15 +89,15 @@ def attention_plan(
     implementation: str,
     deterministic: bool = False,
 ) -> Plan:
-    """Returns what attention of T flat tokens computes once for all layers.
+    """Computes what the attention of T flat tokens needs once for all layers.
 
     Args:
       spans: spans of this forward.
       num_tokens: T.
-      page_size: tokens of a page.
+      page_size: tokens per page.
       implementation: a name in `RAGGED_BACKENDS`.
-      deterministic: compute all spans alike, so that the result for a token does not depend, to
-        the bit, on how its sequence is divided into spans.
+      deterministic: compute all spans in the same way, so that not a bit of a token's result
+        depends on how its sequence is divided into spans.
     """
     if implementation not in RAGGED_BACKENDS:
         raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
@@ -122,14 +122,14 @@ def write_pages(
       keys, values: ``[T, K, head_dim]``.
       places: int32 ``[T]``, from `token_places`.
       layer: its number, from 0.
-      num_pages: number of pages of each layer.
+      num_pages: number of pages per layer.
     """
 
-    def own(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
-        return _write_own(pages, keys, values, places, layer, num_pages)
+    def local(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
+        return _write_shard(pages, keys, values, places, layer, num_pages)
 
-    of_heads = [_pool_spec(pages), _HEADS, _HEADS, PartitionSpec(), PartitionSpec()]
-    run = _on_own_heads(own, of_heads, of_heads[0])
+    specs = [_pool_spec(pages), _HEADS, _HEADS, PartitionSpec(), PartitionSpec()]
+    run = _on_own_heads(local, specs, specs[0])
     return run(pages, keys, values, places, layer)  # type: ignore[no-any-return]
 
 
@@ -149,26 +149,26 @@ def attend_pages(
 
     Args:
       queries: ``[T, H, head_dim]``; heads ``k * G`` to ``k * G + G - 1`` read KV head k.
-      pages: the pool of one replica, into which these tokens are written.
-      plan: from `attention_plan`; it chooses the backend.
+      pages: the pool of one replica, which must already hold these tokens.
+      plan: from `attention_plan`; it determines the backend.
       layer: its number, from 0.
-      num_pages: number of pages of each layer.
+      num_pages: number of pages per layer.
       scale: scale of the scores; ``head_dim ** -0.5`` by default.
 
     Returns:
       ``[T, H, head_dim]`` in the dtype of ``queries``; arbitrary finite numbers for padding.
     """
-    by = queries.shape[-1] ** -0.5 if scale is None else scale
+    factor = queries.shape[-1] ** -0.5 if scale is None else scale
 
-    def own(queries: Array, pages: Pages, plan: Plan, layer: Array) -> Array:
+    def local(queries: Array, pages: Pages, plan: Plan, layer: Array) -> Array:
         if isinstance(plan, Tiles):
-            return attend_xla(queries, pages, plan, layer, num_pages, by)
+            return attend_xla(queries, pages, plan, layer, num_pages, factor)
         if isinstance(pages, Int8Rows):
             raise ValueError("attention 'rpa' cannot read an int8 cache")
-        return attend_tpu(queries, pages, plan, layer, num_pages, by)
+        return attend_tpu(queries, pages, plan, layer, num_pages, factor)
 
     whole = PartitionSpec()
-    run = _on_own_heads(own, [_HEADS, _pool_spec(pages), whole, whole], _HEADS)
+    run = _on_own_heads(local, [_HEADS, _pool_spec(pages), whole, whole], _HEADS)
     return run(queries, pages, plan, layer)  # type: ignore[no-any-return]
 
 
@@ -181,8 +181,8 @@ def _pool_spec(pages: Pages) -> Any:
 
 
 def _on_own_heads(function: Callable[..., Any], specs: list[Any], out: Any) -> Callable[..., Any]:
-    """Makes each device run ``function`` on its own heads: the compiler does not partition a
-    kernel, and must not gather a pool. Returns ``function`` itself if heads are not sharded."""
+    """Makes each device run ``function`` on its own heads, since the compiler cannot partition a
+    kernel and must not gather a pool. Returns ``function`` itself if heads are not sharded."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape[axis] for axis in AXIS_RULES["attention_heads"]) == 1:
         return function

@@ -1,10 +1,10 @@
 """Ragged attention over pages on TPUs, by the kernel that JAX ships.
 
 The kernel reads each sequence's first block of pages while it computes the sequence before. A
-sequence without tokens never waits for that read: the one behind it would compute with the wrong
-block, and a trailing one would leave a semaphore set for the next kernel. So the spans that have
-tokens come first, and the kernel is told how many there are. Their order does not change, nor does
-that of the flat tokens, so nothing but the small table of pages moves, once a forward.
+sequence without tokens never waits for that read, so the next one would compute with the wrong
+block, and at the end a semaphore would stay set for the next kernel. Therefore the spans that have
+tokens come first, and the kernel is told how many there are. Neither their order nor that of the
+flat tokens changes, so only the small table of pages moves, once per forward.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wedlm_jax.attention.pages import Spans
 KV_PAGES_PER_BLOCK = 4
 QUERIES_PER_BLOCK = 32
 VMEM_LIMIT = 64 * 2**20
-"""Bytes."""
+"""The vector memory that the kernel may use, in bytes."""
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +30,7 @@ class LiveSpans:
     """The spans of a forward, those with tokens first.
 
     Attributes:
-      spans: spans of N sequences; after the first ``count`` they have no tokens.
+      spans: spans of N sequences, of which only the first ``count`` have tokens.
       count: int32 ``[1]``, how many have tokens.
     """
 
@@ -39,7 +39,7 @@ class LiveSpans:
 
 
 def live_first(spans: Spans) -> LiveSpans:
-    """Moves the spans without tokens behind the others, whose order stays as it is::
+    """Moves the spans without tokens to the end; the order of the others stays::
 
     tokens of each span    0 3 0 17 1        3 17 1 0 0
     query_starts         0 0 3 3 20 21     0 3 20 21 21 21
@@ -66,12 +66,12 @@ def attend_tpu(
       pages: the pool of one replica.
       live: from `live_first`; at least one span has tokens.
       layer: its number, from 0.
-      num_pages: number of pages of each layer.
+      num_pages: number of pages per layer.
       scale: scale of the scores.
 
     Returns:
-      ``[T, H, head_dim]``; zeros for padding, for which the kernel returns what its memory happened
-      to hold: that may be NaN, and would be written into the trash page by the next layer.
+      ``[T, H, head_dim]``; zeros for padding. There the kernel leaves its memory uninitialised,
+      which may be NaN, and the next layer would write that into the trash page.
     """
     # Pallas takes a while to import, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention

@@ -3,14 +3,15 @@
 Spans are divided into *tiles* of a few tokens, and what a tile sees into *blocks* of places. An
 outer loop goes over the tiles, an inner one over the blocks that a tile sees, with an online
 softmax (Milakov & Gimelshein, 2018). No shape depends on a length, and a query always sums over the
-blocks 0, 1, 2, … of its own sequence, so its result does not depend on its batch mates.
+blocks 0, 1, 2, … of its own sequence, so its result does not depend on the rest of the batch.
 
-Spans of one token are computed several at a time: one alone would be too little work for a loop
-iteration. They are sorted by what they see; blocks that only a few of them see are computed singly.
+Spans of one token are computed several at a time, since one alone is too little work for a loop
+iteration. They are sorted by how much they see; blocks that only a few of them see are computed
+one by one.
 
-On a GPU each turn of such a loop goes back to the host, which takes longer than the turn. There all
-tiles are computed together, and the only loop goes over the blocks of the longest sequence: more
-work, in thousands of times fewer steps.
+On a GPU each iteration of such a loop returns to the host, which takes longer than its work. There
+all tiles are computed together, and the only loop goes over the blocks of the longest sequence:
+more work, but thousands of times fewer iterations.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from wedlm_jax.attention.int8 import Int8Rows
 from wedlm_jax.attention.pages import Pages, Spans
 
 BLOCK = 128
-"""Places of a block, approximately."""
+"""Approximate number of places per block."""
 TILE = 32
-"""Tokens of a tile."""
+"""Tokens per tile."""
 SINGLES_AT_ONCE = 16
-"""Spans of one token that are computed together."""
+"""How many spans of one token are computed together."""
 BLOCK_TOGETHER = 512
-"""Places of a block, approximately, where all tiles are computed together."""
+"""Approximate number of places per block where all tiles are computed together."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,9 +47,10 @@ class TileList:
       count: int32 ``[M]``, how many tokens it has; 0 for an unused tile.
       blocks: int32 ``[M]``, how many blocks it sees.
       groups: int32, how many groups are in use.
-      tile: tokens of a tile, static.
+      tile: tokens per tile, static.
       at_once: R, static.
-      together: whether one group has all tiles and goes through the blocks as one, static.
+      together: whether a single group has all tiles and computes every block for all of them,
+        static.
     """
 
     sequence: Array
@@ -65,11 +67,11 @@ class TileList:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Holds what attention computes once for all layers of a forward.
+    """What attention computes once for all layers of a forward.
 
     Attributes:
       table: int32 ``[N, blocks * P]``, the page table, padded to whole blocks.
-      single: tiles of the spans of one token; None if these are not treated apart.
+      single: tiles of the spans of one token; None if these are not treated separately.
       longer: tiles of the other spans; None if there are none.
       pages_per_block: P, static.
     """
@@ -95,9 +97,9 @@ def make_tiles(
     Args:
       spans: spans of this forward.
       num_tokens: T.
-      page_size: tokens of a page.
-      tile: tokens of a tile.
-      block: places of a block, approximately.
+      page_size: tokens per page.
+      tile: tokens per tile.
+      block: approximate number of places per block.
       deterministic: treat spans of one token like all others.
       together: compute all tiles of a kind together, for GPUs.
     """
@@ -166,7 +168,7 @@ def attend_xla(
       pages: the pool, with keys and values of these tokens.
       tiles: from `make_tiles`.
       layer: its number, from 0.
-      num_pages: number of pages of each layer.
+      num_pages: number of pages per layer.
       scale: scale of the scores.
     """
     reader = _Reader(pages, tiles.table, layer * num_pages, tiles.pages_per_block, scale)
@@ -180,7 +182,7 @@ def attend_xla(
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads blocks of places from the pages; for the sizes see `Tiles`."""
+    """Reads blocks of places from the pages; `Tiles` describes the sizes."""
 
     pages: Pages
     table: Array
@@ -201,11 +203,11 @@ class _Reader:
         sequences."""
         column = number * self.pages_per_block + jnp.arange(self.pages_per_block, dtype=jnp.int32)
         table = _at(self.table, sequence[:, None], column[None, :]) + self.first_page
-        # Without the barrier XLA computes the index again for every number that is fetched.
+        # Without the barrier XLA computes the index again for every element that is fetched.
         table = jax.lax.optimization_barrier(table)
 
         def of(pool: Array, kind: int) -> Array:
-            # Heads are sharded over devices: key and value of a head must stay together.
+            # Heads are sharded over devices, so the key and value of a head must stay together.
             pairs = pool.reshape(*pool.shape[:2], pool.shape[2] // 2, 2, *pool.shape[3:])
             taken = _at(pairs[:, :, :, kind], table)
             return taken.reshape(table.shape[0], -1, *taken.shape[3:]).swapaxes(1, 2)
@@ -233,7 +235,7 @@ class _Sums:
     Attributes:
       top: ``[R, K, M]``, the largest score so far.
       total: ``[R, K, M]``, the sum of exponentials.
-      mixed: ``[R, K, M, head_dim]``, the values weighted by these.
+      mixed: ``[R, K, M, head_dim]``, the sum of values weighted by the exponentials.
     """
 
     top: Array
@@ -251,7 +253,7 @@ class _Sums:
 
 
 def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | None) -> Array:
-    """Computes the tokens of these tiles, and writes them into ``out [T, H, head_dim]``."""
+    """Computes attention for the tokens of these tiles, written into ``out [T, H, head_dim]``."""
     size, heads, head_dim = queries.shape
     kv_heads = reader.pages.shape[2] // 2
     group, tile, at_once = heads // kv_heads, tiles.tile, tiles.at_once
@@ -259,8 +261,8 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
     offset = jnp.arange(tile, dtype=jnp.int32)
 
     def of_group(number: Array | int) -> tuple[Array, Array]:
-        """Returns the results of a group, ``[R * tile, H, head_dim]``, and the index of their flat
-        tokens; T for unused rows."""
+        """Returns the results of a group, ``[R * tile, H, head_dim]``, and the indices of their
+        flat tokens, T for unused rows."""
 
         def take(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(
@@ -269,8 +271,7 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
 
         first, count = take(tiles.token)[:, None], take(tiles.count)[:, None]
         token = first + offset
-        # The rows of a product are the heads of the first token, then those of the second, and so
-        # on.
+        # The rows of a product are the heads of the first token, then those of the second, etc.
         q = _at(grouped, jnp.minimum(token, size - 1)).swapaxes(1, 2)
         q = q.reshape(at_once, kv_heads, tile * group, head_dim)
         place = jnp.repeat(take(tiles.place)[:, None] + offset, group, axis=1)
@@ -302,9 +303,9 @@ def _over_blocks(
     Args:
       q: ``[R, K, M, head_dim]``.
       sequence: int32 ``[R]``.
-      place: int32 ``[R, M]``, of each row of ``q``.
-      blocks: int32 ``[R]``, how many each tile sees; descending unless ``together``.
-      together: compute every block for all tiles, also where only a few of them see it.
+      place: int32 ``[R, M]``, the place of each row of ``q``.
+      blocks: int32 ``[R]``, how many blocks each tile sees; descending unless ``together``.
+      together: compute every block for all tiles, even if only a few of them see it.
 
     Returns:
       float32 ``[R, K, M, head_dim]``; arbitrary for a tile without blocks.
@@ -334,14 +335,14 @@ def _over_blocks(
             def take(x: Array) -> Array:
                 return jax.lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
-            own = jax.tree.map(take, sums)
-            own = _add_block(take(q), reader, take(sequence), take(place), number, own)
+            part = jax.tree.map(take, sums)
+            part = _add_block(take(q), reader, take(sequence), take(place), number, part)
             return jax.tree.map(
                 lambda x, y: jax.lax.dynamic_update_slice_in_dim(
                     x, y, at, 0, allow_negative_indices=False
                 ),
                 sums,
-                own,
+                part,
             )  # type: ignore[no-any-return]
 
         sums = jax.lax.fori_loop(0, ends[-1], add_one, sums)
@@ -355,8 +356,8 @@ def _add_block(
     scores = jnp.einsum("rkmh,rknh->rkmn", q, keys, preferred_element_type=jnp.float32)
     visible = number * reader.block + jnp.arange(reader.block) <= place[:, None, :, None]
     scores = jnp.where(visible, scores * reader.scale, -jnp.inf)
-    # Every row sees place 0, in the first block. So from there on its top is finite, and a block of
-    # which it sees nothing changes nothing, to the bit.
+    # Every row sees place 0, which is in the first block. So from then on its top is finite, and a
+    # block that it does not see changes not a bit.
     top = jnp.maximum(sums.top, scores.max(-1))
     weights = jnp.exp(scores - top[..., None])
     decay = jnp.exp(sums.top - top)

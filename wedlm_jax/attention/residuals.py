@@ -1,4 +1,4 @@
-"""The name of what attention keeps for its backward pass, for policies of `jax.checkpoint`."""
+"""The name of attention's residuals, for policies of `jax.checkpoint`."""
 
 ATTENDED = "attended"
-"""The output and, of the tiled backends, the log of each row's sum of exponentials."""
+"""The output and, in the tiled backends, the log of each row's sum of exponentials."""

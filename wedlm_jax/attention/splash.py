@@ -3,9 +3,9 @@
 The static part of a mask is a function of query and key index, which the kernel evaluates within
 the tiles it visits; segment ids do the rest. No array of the size of a mask exists.
 
-Where the prediction stream has blocks of its own, the places of those that are there vary by row.
-The kernel reads a number for each query from an array that is there for its index (``q_sequence``),
-so the number says the place, too.
+If the prediction stream has only some of the blocks, their places vary by row. The kernel reads
+each query's index from an array (``q_sequence``); there the index is combined with the place of the
+query's block into one number.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class DualStreamPattern(_ComputableMask):
     """The pattern of `DualStreamMask` over a grid's memory and prediction stream.
 
     The kernel evaluates it for every score, so each operation counts. A query at ``query`` sees the
-    keys ``before`` those of the memory that its block is a copy of, and its own block up to itself.
-    The memory's queries are no other case: there both parts together are what is causal.
+    memory's keys ``before`` the block that its own block is a copy of, and its own block up to
+    itself. The same rule fits the memory's queries, for which both parts together are causal.
 
-    Where the prediction stream has blocks of its own, a query is not its index, but ``number``: the
-    index, and above its bits how many tokens of the memory stand before its block, in units of the
-    grid.
+    If the prediction stream has only some of the blocks, the kernel is given a number instead of a
+    query's index: the low bits are the index, the bits above it count the tokens of the memory
+    before the query's block, in units of the grid.
 
     Raises:
-      InputError: both do not fit into 31 bits.
+      InputError: such a number does not fit into 31 bits.
     """
 
     def __init__(self, grid: TileGrid):
@@ -76,7 +76,7 @@ class DualStreamPattern(_ComputableMask):
             if grid.unit:
                 query, before = query & ((1 << bits) - 1), query >> bits << shift
             elif memory & (memory - 1) == 0:
-                before = query & (memory - size)  # its place in its stream, in whole blocks
+                before = query & (memory - size)  # the place in its stream, in whole blocks
             else:
                 place = query - memory
                 before = (place + (memory & (place >> 31))) & -size
@@ -87,13 +87,17 @@ class DualStreamPattern(_ComputableMask):
         index = self.q_sequence
         self._numbers = np.where(index < memory, index >> shift << bits, 0) | index
         if grid.unit:
-            # What the tiles are listed by: a block behind the last, which sees all of the memory.
+            # The kernel lists tiles by these numbers; as if all blocks saw the whole memory.
             last = np.where(index < memory, 0, memory >> shift << bits)
             self.q_sequence = (self._numbers | last).astype(np.int32)
 
     def numbers(self, limits: Array) -> Array:
-        """Returns what the kernel reads for a row with a unit, int32 ``[T]``, given how many tokens
-        of the memory stand before each prediction token's block."""
+        """Returns the numbers of the queries of one row, int32 ``[T]``, for a grid with a unit.
+
+        Args:
+          limits: int32 ``[prediction]``, how many tokens of the memory come before the block of
+            each prediction token.
+        """
         blocks = jnp.pad(limits // self.grid.unit << self._bits, (self.grid.memory, 0))
         return blocks | jnp.asarray(self._numbers, jnp.int32)
 
@@ -113,15 +117,15 @@ def attend_splash(
     tile: int = 0,
     interpret: bool = False,
 ) -> Array:
-    """Computes softmax attention under ``mask``; zeros for padding. Queries are scaled, and rounded
-    to their dtype, before the kernel, which has no scale of its own.
+    """Computes softmax attention under ``mask``; zeros for padding. The kernel does not scale, so
+    queries are scaled, and rounded to their dtype, before it.
 
     Args:
       q: ``[B, K, G, T, head_dim]``, grouped by KV head.
       k, v: ``[B, K, T, head_dim]``.
-      mask: over T rows. B must be a power of two.
-      tile: side of a tile, a multiple of 128, smaller for short rows; 0: what `TILES` has for the
-        devices of the current mesh.
+      mask: a mask over T rows; its block size must be a power of two.
+      tile: side of a tile, a multiple of 128, smaller for short rows; 0 for the value of `TILES`
+        for the devices of the current mesh.
       interpret: run the kernel in Python on any device, for tests.
 
     Returns:
@@ -146,19 +150,19 @@ def attend_splash(
         by_row.append(stream_limits(mask, tile))
 
     def local(q: Array, k: Array, v: Array, segments: Array, *limits: Array) -> Array:
-        own_batch, own_kv_heads = q.shape[:2]
-        own_heads = own_kv_heads * groups
-        kernel = _kernel(grid, own_heads, interpret)
+        local_batch, local_kv_heads = q.shape[:2]
+        local_heads = local_kv_heads * groups
+        kernel = _kernel(grid, local_heads, interpret)
 
         def of_row(row: tuple[Array, ...]) -> Array:
             q, k, v, segments, *limits = row
-            own = _of_row(kernel, grid, segments, *limits)
-            attended: Any = own(q, k, v, splash.SegmentIds(segments, segments))
+            row_kernel = _of_row(kernel, grid, segments, *limits)
+            attended: Any = row_kernel(q, k, v, splash.SegmentIds(segments, segments))
             return attended
 
-        heads = (q * head_dim**-0.5).reshape(own_batch, own_heads, -1, head_dim)
-        # Row by row: each has its own tiles, and the parts of a query's gradient, one for each key
-        # tile, exist for one row at a time.
+        heads = (q * head_dim**-0.5).reshape(local_batch, local_heads, -1, head_dim)
+        # Row by row, since each has its own tiles, and so that the parts of a query's gradient, one
+        # for each key tile, are in memory for one row at a time.
         out = jax.lax.map(of_row, (heads, k, v, segments, *limits))
         # To the kernel padding is a segment like any other, whose rows see themselves.
         out = jnp.where((segments != PAD_SEGMENT)[:, None, :, None], out, 0.0)
@@ -172,19 +176,19 @@ def attend_splash(
 def _of_row(
     kernel: SplashAttentionKernel, grid: TileGrid, segments: Array, limits: Array | None = None
 ) -> SplashAttentionKernel:
-    """Returns the kernel for one row: without the tiles in which no query and key are of one
-    sample, and with the places of its prediction blocks.
+    """Returns the kernel for one row: without the tiles in which no query and key belong to the
+    same sample, and with the places of its prediction blocks.
 
-    The kernel's own lists of tiles know the static pattern only. They are arrays, so a tile can be
+    The kernel's own lists of tiles cover the static pattern only. They are arrays, so tiles can be
     struck from them on the device.
 
     Args:
       segments: int32 ``[T]``.
-      limits: int32 ``[prediction]`` of a grid with a unit.
+      limits: int32 ``[prediction]`` for a grid with a unit.
     """
-    own = None if limits is None else limits[None]
-    shared = tiles_that_meet(grid, segments[None], own)[0]
-    # A tile of padding alone keeps its diagonal: the kernel divides by a row's sum.
+    row_limits = None if limits is None else limits[None]
+    shared = tiles_that_meet(grid, segments[None], row_limits)[0]
+    # A tile of padding alone keeps its diagonal, since the kernel divides by a row's sum.
     shared |= jnp.eye(len(shared), dtype=bool)
     forward = _strike(kernel.fwd_mask_info, shared, by_key=False)
     backward = _strike(kernel.dkv_mask_info, shared, by_key=True)
@@ -198,21 +202,21 @@ def _strike(tiles: Any, shared: Array, *, by_key: bool) -> Any:
     """Strikes tiles from one of the kernel's lists, ``[1, rows, columns]``.
 
     Args:
-      tiles: the list; ``data_next`` names the key tile at each place, in the row of its query tile.
-        With ``by_key``, as in the backward pass, it names the query tile, in the column of its key
-        tile.
+      tiles: the list; ``data_next`` has the number of the key tile at each place, in the row of its
+        query tile. With ``by_key``, as in the backward pass, it has the number of the query tile,
+        in the column of its key tile.
       shared: bool ``[query tile, key tile]``, which tiles may stay.
     """
-    named = tiles.data_next[0].astype(jnp.int32)
-    row, column = (jax.lax.broadcasted_iota(jnp.int32, named.shape, axis) for axis in (0, 1))
-    visited = (tiles.block_mask[0] > 0) & (shared[named, column] if by_key else shared[row, named])
-    # While the kernel passes over a tile, it fetches already what the next visited one needs. It
-    # goes through query tiles or, in the backward pass, key tiles, one after the other.
+    other = tiles.data_next[0].astype(jnp.int32)
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, other.shape, axis) for axis in (0, 1))
+    visited = (tiles.block_mask[0] > 0) & (shared[other, column] if by_key else shared[row, other])
+    # At a tile that it skips, the kernel already fetches what the next visited tile needs. It goes
+    # through query tiles or, in the backward pass, key tiles, one after the other.
     in_order = jnp.transpose if by_key else jnp.asarray
     flat = in_order(visited).reshape(-1)
     places = jnp.where(flat, jnp.arange(flat.size), flat.size - 1)
-    fetched = in_order(named).reshape(-1)[jax.lax.cummin(places, reverse=True)]
-    fetched = in_order(fetched.reshape(in_order(named).shape))
+    fetched = in_order(other).reshape(-1)[jax.lax.cummin(places, reverse=True)]
+    fetched = in_order(fetched.reshape(in_order(other).shape))
     return tiles._replace(
         block_mask=jnp.where(visited, tiles.block_mask[0], 0).astype(tiles.block_mask.dtype)[None],
         data_next=fetched.astype(tiles.data_next.dtype)[None],
@@ -231,8 +235,8 @@ def _pattern(grid: TileGrid) -> _ComputableMask:
 def _kernel(grid: TileGrid, heads: int, interpret: bool) -> SplashAttentionKernel:
     """Makes the kernel for these static sizes; its mask is the same for every head.
 
-    One kernel makes all gradients: apart, those of queries and of keys would each compute the
-    scores and their gradients, seven products per tile instead of five.
+    One kernel computes all gradients. Separate kernels for queries and keys would each compute the
+    scores and their gradients: seven products per tile instead of five.
     """
     tile = grid.tile
     sizes = splash.BlockSizes(

@@ -1,4 +1,4 @@
-"""Pads each stream of a mask to whole tiles, and cuts it back, for the tiled backends."""
+"""Pads each stream of a mask to whole tiles, and trims it again, for the tiled backends."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def stream_lengths(mask: CausalMask | DualStreamMask, rows: int) -> tuple[int, .
 
 
 def block_size_of(mask: CausalMask | DualStreamMask) -> int:
-    """Returns the block size of the prediction stream; 1 where there is none."""
+    """Returns the block size of the prediction stream; 1 if there is none."""
     return mask.block_size if isinstance(mask, DualStreamMask) else 1
 
 
 def padded(length: int, tile: int) -> int:
-    """Returns the length of a stream in whole tiles."""
+    """Returns the length of a stream rounded up to whole tiles."""
     return -(-length // tile) * tile
 
 
@@ -53,7 +53,7 @@ def stream_segments(mask: CausalMask | DualStreamMask, shape: tuple[int, int], t
     """Returns the segment ids of every row of the padded streams, int32 ``[B, T]``.
 
     Args:
-      shape: (B, T) without padding.
+      shape: (B, T), without padding.
     """
     segments = mask.segment_ids
     if segments is None:
@@ -65,8 +65,8 @@ def stream_segments(mask: CausalMask | DualStreamMask, shape: tuple[int, int], t
 
 
 def stream_limits(mask: DualStreamMask, tile: int) -> Array:
-    """Returns how many tokens of the memory stand before the block of each token of the padded
-    prediction stream, int32 ``[B, P * block_size]``, 0 of padding."""
+    """Returns how many tokens of the memory come before the block of each token of the padded
+    prediction stream, int32 ``[B, P * block_size]``; 0 for padding."""
     return _whole_tiles(mask.memory_before(), tile, 0)
 
 

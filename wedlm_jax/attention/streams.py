@@ -28,7 +28,7 @@ def attend_streams(q: Array, k: Array, v: Array, mask: DualStreamMask) -> Array:
     memory = attend_parts(q_memory, [(k_memory, v_memory)], [causal])
     scores_memory = scores_of(q_pred, k_memory, mask.earlier())
 
-    # Own blocks: blocks become rows of the batch.
+    # For attention within blocks, blocks become rows of the batch.
     q_own, k_own, v_own = (_fold_blocks(x, size) for x in (q_pred, k_pred, v_pred))
     folded = segments.reshape(-1, size)
     inside = CausalMask(folded).dense(*folded.shape)

@@ -1,4 +1,4 @@
-"""Which tiles of a mask are seen: what the tiled backends go through."""
+"""The visible tiles of a mask, which the tiled backends go through."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from wedlm_jax.masks import PAD_SEGMENT
 
 @dataclasses.dataclass(frozen=True)
 class TileGrid:
-    """A mask's static part, cut into square tiles.
+    """The static part of a mask, cut into square tiles.
 
     Attributes:
-      memory: tokens of the memory stream, or of the only one under a causal mask.
+      memory: tokens of the memory stream, or of the only stream under a causal mask.
       prediction: tokens of the prediction stream; 0 under a causal mask. Both are multiples of
         ``tile``.
       tile: rows and columns of a tile, a multiple of ``block_size``.
       block_size: B of the prediction stream; 1 for a causal mask.
-      unit: where the prediction stream has blocks of its own, so that what they see of the memory
-        varies by row: a power of two that divides these numbers of tokens. Otherwise 0.
+      unit: 0 if the prediction stream has all blocks. If it has only some, how many tokens of the
+        memory they see varies by row, and ``unit`` is a power of two that divides these numbers.
     """
 
     memory: int
@@ -32,8 +32,8 @@ class TileGrid:
     unit: int = 0
 
     def visible(self) -> np.ndarray:
-        """Lists query tile and key tile of every tile that may be seen, int32 ``[N, 2]``, those of
-        one query tile together."""
+        """Lists the query tile and key tile of every tile that may be visible, int32 ``[N, 2]``,
+        grouped by query tile."""
         count = self.memory // self.tile
         tiles = [(i, j) for i in range(count) for j in range(i + 1)]
         for i in range(self.prediction // self.tile):
@@ -44,12 +44,12 @@ class TileGrid:
         return np.array(tiles, np.int32)
 
     def seen(self, query_tile: Array, key_tile: Array, limits: Array | None = None) -> Array:
-        """Returns the mask within one tile, segments aside.
+        """Returns the mask within one tile, without segments.
 
         Args:
-          query_tile, key_tile: their numbers.
-          limits: limits of a grid with a ``unit``, int32 ``[B, tile]``: how many tokens of
-            the memory stand before the block of each query of the prediction stream.
+          query_tile, key_tile: the numbers of the query tile and the key tile.
+          limits: for a grid with a ``unit``, int32 ``[B, tile]``: how many tokens of the memory
+            come before the block of each query of the prediction stream.
 
         Returns:
           bool ``[tile, tile]``, or with limits ``[B, tile, tile]``.
@@ -63,20 +63,19 @@ class TileGrid:
             earlier = key // self.block_size < (query - self.memory) // self.block_size
         else:
             earlier = key < limits[..., None]
-        # The streams are whole blocks, so blocks can be counted through both.
+        # The memory stream has whole blocks, so blocks are numbered through both streams.
         own = causal & (key // self.block_size == query // self.block_size)
         prediction = jnp.where(key_tile < count, earlier, own)
         return jnp.where(query_tile < count, causal, prediction)
 
 
 def tiles_that_meet(grid: TileGrid, segments: Array, limits: Array | None = None) -> Array:
-    """Returns for each row of a batch which tiles may be seen by its segments, and by the places of
-    its prediction blocks; what `TileGrid.visible` does not list may be among them.
+    """Returns for each row of a batch which tiles may be visible, going by its segments and the
+    places of its prediction blocks alone; `TileGrid.visible` excludes further tiles.
 
     Args:
-      segments: int32 ``[B, T]`` of both streams, where samples are numbered in order.
-      limits: int32 ``[B, prediction]``, as `wedlm_jax.attention.stream_padding.stream_limits` has
-        them.
+      segments: int32 ``[B, T]`` of both streams, in which samples are numbered in order.
+      limits: int32 ``[B, prediction]``, from `wedlm_jax.attention.stream_padding.stream_limits`.
 
     Returns:
       bool ``[B, query tile, key tile]``.

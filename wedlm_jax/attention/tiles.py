@@ -13,14 +13,14 @@ LANES = 128
 TILES: Mapping[str, int] = MappingProxyType(
     {"TPU v5 lite": 1024, "TPU v5": 1024, "TPU v6 lite": 1024}
 )
-"""By a device's kind. Chosen with `grid_seconds` for rows of 4,096 tokens, from the sides that the
-compiler fits into the chip's vector memory."""
+"""The sides by kind of device. Chosen with `grid_seconds` for rows of 4,096 tokens, among the sides
+that fit into the chip's vector memory."""
 
 STEP_SECONDS = 0.35e-6
-"""Of one place in a kernel's grid, beside its products: as the documentation of Pallas gives it."""
+"""The overhead of one step of a kernel's grid, from the documentation of Pallas."""
 
 UNKNOWN = 512
-"""Of devices that `TILES` does not name."""
+"""The side for devices that are not in `TILES`."""
 
 
 def tile_side(length: int, given: int = 0, kind: str | None = None) -> int:
@@ -28,7 +28,7 @@ def tile_side(length: int, given: int = 0, kind: str | None = None) -> int:
     stream, in whole vectors.
 
     Args:
-      given: what the recipe says; 0: by the device.
+      given: the recipe's value; 0 to choose by the device.
       kind: kind of the device; by default that of the current mesh.
     """
     side = given or TILES.get(_kind_of_mesh() if kind is None else kind, UNKNOWN)
@@ -41,16 +41,17 @@ def _kind_of_mesh() -> str:
 
 
 def grid_seconds(length: int, side: int, peak_flops: float, head_dim: int = 128) -> float:
-    """Estimates forward and backward pass of one head over one dual-stream row, one sample long.
+    """Estimates the time of the forward and backward pass of one head over one dual-stream row that
+    is a single sample.
 
-    Smaller tiles compute fewer pairs that are not seen, larger ones have fewer places in the grid.
-    The forward pass goes through the places of the fullest query tile for each; the backward pass
-    through all.
+    Smaller tiles compute fewer invisible pairs; larger ones need fewer steps of the grid. The
+    forward pass takes as many steps for every query tile as for the fullest; the backward pass
+    takes all steps.
 
     Args:
       length: L of one stream.
       side: side of a tile.
-      peak_flops: peak flops of the chip.
+      peak_flops: peak FLOP/s of the chip.
       head_dim: size of a head.
     """
     count = -(-length // side)
