@@ -1,1 +1,1 @@
-"""Compiling for machines that are not here, and reading what the compiler says."""
+"""Compiles for absent hardware, and analyses the compiled programs."""

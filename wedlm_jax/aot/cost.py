@@ -1,7 +1,7 @@
-"""What a compiled program will do, read from its HLO text, loops counted as often as they run.
+"""The costs of a compiled program, read from its HLO text.
 
-XLA's own cost analysis counts the body of a loop once. Here each computation's cost is
-multiplied by the trip count of the loop that calls it.
+XLA's own cost analysis counts the body of a loop once. Here each computation's cost is multiplied
+by the trip count of the loop that calls it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wedlm_jax.aot.traffic import COLLECTIVES, hbm_bytes
 _CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([0-9,]*)\}")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-# What these call combines two numbers.
+# The computations that these call only combine two numbers.
 _SCALAR_CALLERS = (*COLLECTIVES, "reduce", "scatter", "sort", "reduce-window", "map")
 _LISTED_GROUPS = re.compile(r"\breplica_groups=\{\{([0-9,]*)\}")
 _IOTA_GROUPS = re.compile(r"\breplica_groups=\[(?:[0-9,]+,)?([0-9]+)\]<=\[")
@@ -28,15 +28,15 @@ class ProgramCost:
     """Totals of one run of a program, per device.
 
     Attributes:
-      dot_flops: FLOP of matrix products; a multiply-add is two. Programs for TPUs write them as
-        convolutions, and kernels hide them: neither is counted.
-      hbm_bytes: read and written in main memory, as `wedlm_jax.aot.traffic` counts them.
-      collective_bytes: by kind, the bytes that its results take; collectives between slices
-        are kinds of their own.
-      collective_count: by kind, how often it runs.
-      sent_bytes: that leave a device in collectives within a slice, each done as a ring.
-      slice_bytes: likewise, in collectives between slices.
-      unknown_loops: loops whose trip count is not known.
+      dot_flops: FLOP of matrix products; a multiply-add is two. Products that TPU programs write as
+        convolutions, and those inside kernels, are not counted.
+      hbm_bytes: bytes read and written in main memory, as `wedlm_jax.aot.traffic` counts them.
+      collective_bytes: by kind of collective, the bytes of the results; collectives between slices
+        are separate kinds.
+      collective_count: by kind of collective, how often it runs.
+      sent_bytes: bytes that leave a device in collectives within a slice, each run as a ring.
+      slice_bytes: bytes that leave a device in collectives between slices.
+      unknown_loops: how many loops have an unknown trip count.
     """
 
     dot_flops: int = 0
@@ -51,14 +51,14 @@ class ProgramCost:
 def program_cost(
     hlo: str, *, devices: int = 0, slices: int = 1, unknown_trips: int = 1
 ) -> ProgramCost:
-    """Returns the costs of the entry computation of ``compiled.as_text()``; of a conditional, of
-    all branches.
+    """Returns the costs of the entry computation of ``compiled.as_text()``. All branches of a
+    conditional count.
 
     Args:
       hlo: the text.
-      devices: devices of a slice, for collectives that name no groups.
-      slices: that run the program together.
-      unknown_trips: how often a loop runs whose trip count is not known.
+      devices: how many devices a slice has, for collectives that name no groups.
+      slices: how many slices run the program together.
+      unknown_trips: the trip count to assume for loops where it is unknown.
 
     Raises:
       ValueError: there is no entry computation in the text.
@@ -82,8 +82,8 @@ class _Counter:
     cost: ProgramCost = dataclasses.field(default_factory=ProgramCost)
 
     def add(self, name: str, times: int, *, fused: bool, seen: set[str]) -> None:
-        """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM;
-        ``seen`` are the channels of collectives that are under way."""
+        """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM; ``seen``
+        has the channels of collectives in progress."""
         computation = self.program.computations[name]
         for own in computation.values():
             kind = own.opcode.removesuffix("-start")
@@ -92,7 +92,7 @@ class _Counter:
             elif own.opcode == "send":
                 self._add_transfer(own, computation, times)
             elif kind in COLLECTIVES and not (fused and _is_seen(own, seen)):
-                # In a fusion named so, each device keeps its share of the sum only.
+                # In a fusion with this name each device keeps only its share of the sum.
                 scattered = kind == "all-reduce" and name.startswith("all-reduce-scatter")
                 kind = "reduce-scatter" if scattered else kind
                 self._add_collective(own, kind, computation, times, fused=fused)
@@ -116,7 +116,7 @@ class _Counter:
         read = sum(computation[name].bytes for name in own.operands if name in computation)
         result = own.bytes
         if own.opcode.endswith("-start"):
-            # What a start yields holds its operands, too.
+            # The result of a start includes its operands.
             result = max(result - read, 0) or result
         if kind == "reduce-scatter" and own.opcode.startswith("all-reduce"):
             result = result // members if members else result
@@ -133,7 +133,7 @@ class _Counter:
             self.cost.hbm_bytes += times * (read + result)
 
     def _add_transfer(self, own: Instruction, computation: Computation, times: int) -> None:
-        """Counts a collective between slices: each device hands its share to its host's network."""
+        """Counts a collective between slices, in which each device sends its share."""
         if found := _BETWEEN_SLICES.search(own.attributes):
             size = computation[own.operands[0]].bytes
             kind = f"{found.group(1).lower().replace('_', '-')} between slices"
@@ -148,8 +148,8 @@ class _Counter:
 
 
 def _is_seen(own: Instruction, seen: set[str]) -> bool:
-    """Returns whether this collective is counted already: a TPU may spread one over several
-    fusions, which compute meanwhile."""
+    """Returns whether this collective is counted already: a TPU may spread a collective over
+    several fusions to overlap it with computation."""
     channel = _CHANNEL.search(own.attributes)
     known = channel is not None and channel.group(1) in seen
     seen.update(channel.groups() if channel else ())
@@ -166,8 +166,8 @@ def _dot_flops(own: Instruction, computation: Computation) -> int:
 
 
 def group_size(attributes: str, devices: int) -> int:
-    """Counts the devices of a collective's first group, the others being like it. Without groups in
-    the text, or with empty ones, all ``devices``."""
+    """Returns how many devices each group of a collective has, going by the first one; ``devices``
+    if the text has no groups, or empty ones."""
     if found := _LISTED_GROUPS.search(attributes):
         return len(found.group(1).split(","))
     if found := _IOTA_GROUPS.search(attributes):

@@ -1,4 +1,4 @@
-"""The text of a compiled program, taken apart: computations of instructions."""
+"""Parses the text of a compiled program into computations and their instructions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{$")
-# A kernel's attributes go over lines that begin with a brace, too.
+# A kernel's attributes may span several lines, some of which begin with a brace.
 _END = re.compile(r'^\}(?:, execution_thread="\w+")?\s*$')
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([0-9,]*)\](\{[^}]*\})?")
@@ -20,13 +20,13 @@ _CALLEES = re.compile(
 _CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# A layout that names a memory space, such as S(1), is of an array that is not in HBM.
+# The layout of an array that is not in HBM names a memory space, such as S(1).
 _ELSEWHERE = re.compile(r"S\([1-9]\d*\)")
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShape:
-    """One array of a shape: its sizes and bytes, and whether it lies in the chip's main memory."""
+    """One array of a shape: its sizes and bytes, and whether it is in the chip's main memory."""
 
     sizes: tuple[int, ...]
     bytes: int
@@ -38,11 +38,11 @@ class Instruction:
     """``name = shape opcode(operands), attributes``.
 
     Attributes:
-      arrays: arrays of its shape, tuples flattened.
-      operands: names, in order.
-      number: which parameter this is, or what an integer constant is; None for others.
+      arrays: the arrays of its shape, with tuples flattened.
+      operands: names of the operands, in order.
+      number: the number of a parameter, or the value of an integer constant; None for others.
       attributes: the text after the operands.
-      is_root: whether it is what its computation returns.
+      is_root: whether its computation returns it.
     """
 
     name: str
@@ -55,12 +55,12 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all its arrays."""
+        """The total bytes of its arrays."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def callees(self) -> list[str]:
-        """Computations that it runs; of a conditional all branches, since which is not known."""
+        """The computations that it runs, including all branches of a conditional."""
         found = _CALLEES.findall(self.attributes)
         return [name for names in found for name in re.findall(r"[\w.\-]+", names)]
 
@@ -70,7 +70,7 @@ Computation = Mapping[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
-    """Computations by name, and the name of the one that runs first."""
+    """The computations by name, and the name of the entry computation."""
 
     computations: Mapping[str, Computation]
     entry: str
@@ -121,7 +121,7 @@ def _arrays(shape: str) -> tuple[ArrayShape, ...]:
 
 
 def _split_operands(rest: str) -> tuple[str, str]:
-    """Splits at the parenthesis that closes the opened one: what is inside, and what follows."""
+    """Splits the text after an opening parenthesis at the matching one."""
     depth = 1
     for place, letter in enumerate(rest):
         depth += (letter == "(") - (letter == ")")
@@ -136,10 +136,10 @@ def root_of(computation: Computation) -> Instruction | None:
 
 
 def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> int | None:
-    """Tells how often a while loop runs, where that is known.
+    """Returns how often a while loop runs; None if that is unknown.
 
-    Compilers for CPUs write it beside the loop. Those for TPUs leave it to be seen: the condition
-    compares a counter, which goes up by one from a constant of the computation ``around``, with a
+    The compiler for CPUs writes the count next to the loop. For TPUs it is derived: the condition
+    compares a counter, which increases by one from a constant in the computation ``around``, with a
     constant.
     """
     if found := _TRIP_COUNT.search(loop.attributes):
@@ -158,7 +158,7 @@ def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> i
 
 
 def _first_value(loop: Instruction, counter: Instruction, around: Computation) -> int:
-    """Returns the first value of a loop's counter; 0 where that is not seen."""
+    """Returns the initial value of a loop's counter; 0 if that is not visible."""
     index, state = _INDEX.search(counter.attributes), around.get(loop.operands[0])
     if index is None or state is None or state.opcode != "tuple":
         return 0

@@ -1,4 +1,4 @@
-"""TPUs that are not here: their figures, and compiling for a pod of them.
+"""Compiles for TPU pods without TPUs, and has the published figures of their chips.
 
 `libtpu` compiles for a topology on any machine (`pip install "wedlm-jax[tpu]"`).
 """
@@ -24,15 +24,15 @@ from wedlm_jax.host.signals import compiled
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Figures of one chip, as its maker publishes them.
+    """Published figures of one chip.
 
     Attributes:
-      hbm_bytes: capacity.
+      hbm_bytes: memory capacity.
       peak_flops: bfloat16 FLOP/s.
       hbm_bandwidth: bytes/s.
       ici_bandwidth: bytes/s over all links between chips of a slice, one way.
-      dcn_bandwidth: bytes/s of the data-centre network between slices, one way: the chip's
-        share of its host's.
+      dcn_bandwidth: the chip's share of its host's bandwidth in the data-centre network between
+        slices, in bytes/s, one way.
     """
 
     hbm_bytes: int
@@ -44,13 +44,13 @@ class Chip:
     def bounds(
         self, *, flops: float, hbm_bytes: float, sent_bytes: float, slice_bytes: float = 0.0
     ) -> Roofline:
-        """Returns the shortest times for what the chip does.
+        """Returns the shortest times for an amount of work on the chip.
 
         Args:
           flops: FLOP of products.
-          hbm_bytes: read and written.
-          sent_bytes: that leave the chip for others of its slice.
-          slice_bytes: that leave it for other slices.
+          hbm_bytes: bytes read and written.
+          sent_bytes: bytes sent to other chips of its slice.
+          slice_bytes: bytes sent to other slices.
         """
         return Roofline(
             compute=flops / self.peak_flops,
@@ -65,7 +65,7 @@ EXPECTED_ASSUMPTIONS = (
     f"products at {REACHED_BY_PRODUCTS} of the peak and attention's at {REACHED_BY_ATTENTION}, one "
     "after the other, everything else hidden behind them unless it takes longer"
 )
-"""What an expected time takes for granted: rules of thumb, measured on no chip here."""
+"""The assumptions of an expected time: rules of thumb that were not measured on a chip."""
 
 ASSUMPTIONS = (
     "products at the chip's bfloat16 peak; HBM at its full bandwidth, each fusion reading its "
@@ -73,18 +73,18 @@ ASSUMPTIONS = (
     "no latency and none in waiting; the network between slices at each chip's share of its "
     "host's; all of these at the same time, so that the slowest alone counts"
 )
-"""What `Roofline` takes for granted; no program gets there."""
+"""The assumptions of `Roofline`; no program reaches these times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Lower bounds in seconds for one run of a program: of each resource of a chip at its peak.
+    """Lower bounds in seconds for one run of a program, for each resource of a chip at its peak.
 
     Attributes:
-      compute: matrix products.
-      memory: HBM.
-      network: links between the chips of a slice.
-      slices: the network between slices.
+      compute: time of matrix products.
+      memory: time of HBM.
+      network: time of the links between the chips of a slice.
+      slices: time of the network between slices.
     """
 
     compute: float
@@ -98,7 +98,7 @@ class Roofline:
 
     @property
     def bound(self) -> str:
-        """The name of what takes longest."""
+        """The name of the resource that takes longest."""
         parts = dataclasses.asdict(self)
         return max(parts, key=lambda name: parts[name])
 
@@ -118,7 +118,7 @@ _OVERLAP = {
 }
 _OVERLAP |= {"xla_tpu_overlap_compute_collective_tc": "true", "xla_enable_async_all_gather": "true"}
 _FUSED_GATHERS = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
-# The compiler of newer versions refuses gathers in fusions of v5p and v6e: "incorrect results".
+# Newer compilers refuse gathers in fusions for v5p and v6e: "incorrect results".
 COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "TPU v5 lite": {**_OVERLAP, _FUSED_GATHERS: "true"},
@@ -126,12 +126,13 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "TPU v6 lite": {**_OVERLAP, _FUSED_GATHERS: "false"},
     }
 )
-"""XLA's flags for a training step, by a device's kind: gathers of weights and sums of gradients run
-beside products. They are given with the program, so that no environment variable can be missing."""
+"""XLA's flags for a training step, by kind of device: gathers of weights and sums of gradients
+overlap with products. They are passed with the program, so that none depends on an environment
+variable."""
 
 
 def compiler_options(kind: str) -> dict[str, str | bool]:
-    """Returns the flags for devices of this kind; none for others than TPUs."""
+    """Returns the flags for devices of this kind; none unless they are TPUs."""
     return dict(COMPILER_OPTIONS.get(kind, {}))
 
 
@@ -140,10 +141,10 @@ class Topology:
     """Devices to compile for.
 
     Attributes:
-      name: as given, such as ``v5p:4x4x4`` or ``v5p:8x8x8*2`` for two slices.
+      name: the name as given, such as ``v5p:4x4x4``, or ``v5p:8x8x8*2`` for two slices.
       chip: figures of each device.
-      devices: devices of the compiler, in the order of the topology.
-      slices: pods that only a data-centre network joins.
+      devices: the compiler's devices, in the order of the topology.
+      slices: the number of slices, which are connected by a data-centre network only.
     """
 
     name: str
@@ -172,7 +173,7 @@ def describe_topology(name: str) -> Topology:
     """Returns the compiler's devices of a topology; no TPU is touched.
 
     Raises:
-      InputError: a malformed name, no libtpu, or a shape that the chip does not come in.
+      InputError: a malformed name, no libtpu, or a shape that does not exist for the chip.
     """
     kind, shape, slices = parse_topology(name)
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
@@ -190,7 +191,7 @@ def describe_topology(name: str) -> Topology:
 
     options: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
     if math.prod(shape) == 1:
-        options["chips_per_host_bounds"] = [1, 1, 1]  # of hosts with more, no part is a topology
+        options["chips_per_host_bounds"] = [1, 1, 1]  # else a topology has whole hosts
     try:
         described = topologies.get_topology_desc(
             platform="tpu", topology_name=f"{kind}:{'x'.join(map(str, shape))}", **options
@@ -207,8 +208,8 @@ class CompiledProgram:
 
     Attributes:
       text: its HLO.
-      peak_bytes, temporary_bytes: of HBM on one device, by the compiler.
-      seconds: that compiling took.
+      peak_bytes, temporary_bytes: the compiler's count of HBM bytes on one device.
+      seconds: how long compiling took.
     """
 
     text: str
@@ -227,6 +228,7 @@ def compile_for(
     """Compiles a program that is lowered under the mesh.
 
     Args:
+      lower: lowers the program.
       what: the program's name in messages.
       options: XLA's flags by name.
 
@@ -254,6 +256,6 @@ def compile_for(
 
 
 def local_bytes(tree: Any) -> int:
-    """Returns the bytes that one device holds of a tree of arrays or their shapes."""
+    """Returns the bytes on one device of a tree of arrays or their shapes."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

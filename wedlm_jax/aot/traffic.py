@@ -1,11 +1,11 @@
-"""Bytes that a compiled program moves through a chip's main memory.
+"""Counts the bytes that a compiled program moves through a chip's main memory.
 
-A fusion reads its operands and writes its result, each once; what it computes in between
-stays on the chip. Of an operand that it only slices, the slice counts; of a result that it
-only updates in place, the update. So does a kernel, whose own repeated reading is not seen,
-unless it says itself how many bytes it reads and writes.
-Arrays that the compiler holds in the chip's vector memory do not count, nor does what a fusion
-hands on of a collective that is under way: who counts the collective counts its bytes.
+A fusion reads its operands and writes its result, each once; what it computes in between stays on
+the chip. If it only slices an operand, the slice counts; if it only updates its result in place,
+the update counts. A kernel counts in the same way, although it may read data repeatedly, unless it
+declares how many bytes it reads and writes. Arrays in the chip's vector memory do not count, nor
+does what a fusion passes on from a collective in progress, whose bytes are counted with the
+collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from wedlm_jax.aot.hlo import Computation, HloProgram, Instruction, root_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# What moves nothing, or is counted where it calls.
+# These move nothing, or are counted in the computations that they call.
 _FREE = re.compile(
     "parameter|constant|tuple|get-tuple-element|bitcast|iota|partition-id|replica-id|while|call|"
     "conditional|async-start|async-update|send|recv|after-all|add-dependency|opt-barrier|.*-done"
@@ -23,12 +23,12 @@ _FREE = re.compile(
 _SLICES = ("dynamic-slice", "slice", "gather")
 _VIEWS = ("bitcast", "copy", "reshape", "convert")
 _PASSED_ON = ("bitcast", "get-tuple-element", "dynamic-slice")
-_SAID_BY_KERNEL = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
+_KERNEL_BYTES = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
 
 
 def hbm_bytes(own: Instruction, computation: Computation, program: HloProgram) -> int:
-    """Returns the bytes that one run of an instruction reads and writes, without the computations
-    that it calls, but with a fusion's."""
+    """Returns the bytes that one run of an instruction reads and writes: those of a fusion's
+    computation, but not of other computations that it calls."""
     if _FREE.fullmatch(own.opcode):
         return 0
     if own.opcode == "fusion":
@@ -38,8 +38,8 @@ def hbm_bytes(own: Instruction, computation: Computation, program: HloProgram) -
             for place, name in enumerate(own.operands)
         )
         return read + _written(own, body)
-    if own.opcode == "custom-call" and (said := _SAID_BY_KERNEL.search(own.attributes)):
-        return int(said.group(1))
+    if own.opcode == "custom-call" and (declared := _KERNEL_BYTES.search(own.attributes)):
+        return int(declared.group(1))
     if own.opcode in _SLICES:
         return 2 * _in_hbm(own)
     if own.opcode == "slice-start":  # yields its operand, the slice, and a flag
@@ -48,28 +48,28 @@ def hbm_bytes(own: Instruction, computation: Computation, program: HloProgram) -
     if own.opcode == "dynamic-update-slice":
         return 2 * _in_hbm(computation.get(own.operands[1]))
     read = sum(_in_hbm(computation.get(name)) for name in own.operands)
-    # What a start yields holds its operands, too, and in part in other memory.
+    # The result of a start includes its operands, some of it in other memory.
     return read + max(_in_hbm(own) - (read if own.opcode.endswith("-start") else 0), 0)
 
 
 def _in_hbm(own: Instruction | None) -> int:
-    """Counts the bytes of what an instruction yields that lie in main memory."""
+    """Returns how many bytes of an instruction's result are in main memory."""
     return sum(array.bytes for array in own.arrays if array.in_hbm) if own else 0
 
 
 _ALL = 1 << 62
-"""Bytes read of an operand, or written of a result, that is used as a whole."""
+"""Stands for the bytes of an operand that is read, or a result that is written, as a whole."""
 
 
 def _read(place: int, body: Computation, program: HloProgram) -> int:
-    """Returns the bytes that a fusion reads of its operand number ``place``."""
+    """Returns how many bytes of its operand number ``place`` a fusion reads."""
     inputs = (own for own in body.values() if own.opcode == "parameter")
     parameter = next((own for own in inputs if own.number == place), None)
     return _ALL if parameter is None else _used(parameter, body, program)
 
 
 def _used(own: Instruction, body: Computation, program: HloProgram) -> int:
-    """Returns the bytes that the instructions of a fusion use of one of them."""
+    """Returns how many bytes of one instruction's result the others of a fusion use."""
     uses = [
         (user, place)
         for user in body.values()
@@ -96,7 +96,7 @@ def _is_under_way(own: Instruction) -> bool:
 
 
 def _written(own: Instruction, body: Computation) -> int:
-    """Returns the bytes that a fusion writes: of an update in place, the update."""
+    """Returns the bytes that a fusion writes; for an update in place, those of the update."""
     root = root_of(body)
     if root is None or _is_under_way(root):
         return 0

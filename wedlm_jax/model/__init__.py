@@ -1,4 +1,4 @@
-"""The transformer: its layers, how they lie in memory, RoPE, and weights of 8 bits."""
+"""The transformer: its layers and their layouts, RoPE, adapters, losses and 8-bit weights."""
 
 from wedlm_jax.model.transformer import Transformer
 

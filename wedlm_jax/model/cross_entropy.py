@@ -1,13 +1,13 @@
 """Cross entropy through the output projection, a chunk of tokens at a time.
 
-The logits of all tokens at once would be the largest array of a training step by far, so those of a
-chunk are computed, used and dropped. The weight of each token in the loss is known beforehand, and
-with it the gradient of the logits; so the pass that computes the loss computes the gradients, too.
-That takes three products a token (logits, gradient of the hidden state, gradient of the matrix),
-where computing the logits anew in the backward pass would take four.
+The logits of all tokens at once would be the largest array of a training step by far, so they are
+computed, used and dropped chunk by chunk. The weight of each token in the loss is known in advance,
+and with it the gradient of the logits, so the pass that computes the loss computes the gradients,
+too. This takes three products per token (logits, gradient of the hidden state, gradient of the
+matrix); recomputing the logits in the backward pass would take four.
 
-Tokens without a target are left out: the tokens with one are brought to the front, and a loop runs
-over as many chunks as hold some.
+Tokens without a target are not computed: those with one are moved to the front, and a loop runs
+over the chunks that contain some.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ TOKENS = ("batch", "length")
 def weighted_cross_entropy(
     hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, *, chunk: int
 ) -> tuple[Array, Array, Array]:
-    """Computes ``Σ weights · nll``, and for reports each token's nll and whether it was hit.
+    """Computes ``Σ weights · nll`` and, for reports, each token's nll and whether it was predicted.
 
-    The gradient flows through the sum alone, into ``hidden`` and ``head``. The matrix's is summed
-    in float32, over chunks and over devices.
+    The gradient flows through the sum alone, into ``hidden`` and ``head``. The gradient of ``head``
+    is summed in float32, over chunks and over devices.
 
     Args:
       hidden: ``[R, T, D]``, in the compute dtype.
@@ -39,11 +39,11 @@ def weighted_cross_entropy(
       targets: int32 ``[R, T]``.
       weights: float32 ``[R, T]``; they depend on masks only.
       wanted: bool ``[R, T]``, which tokens have a target at all; the others are not computed.
-      chunk: tokens whose logits a device holds at once.
+      chunk: how many tokens' logits a device has in memory at once.
 
     Returns:
-      The float32 sum; float32 ``[R, T]`` negative log-likelihoods in nats and bool ``[R, T]``, the
-      target has the largest logit: 0 and False where not wanted.
+      The float32 sum; the negative log-likelihoods in nats, float32 ``[R, T]``; and whether the
+      target has the largest logit, bool ``[R, T]``. The last two are 0 and False where not wanted.
     """
     weights = jnp.where(wanted, weights, 0.0)
     total, nll, hit = _cross_entropy(hidden, head, targets, weights, wanted, chunk)
@@ -68,10 +68,10 @@ def _forward(
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array | None]]:
     *primals, chunk = arguments
     hidden, head, targets, weights, wanted = (primal.value for primal in primals)
-    # A head that is not trained has no gradient: it would be as large as the head, in float32.
+    # A frozen head gets no gradient, which would be as large as the head, in float32.
     by_head = primals[1].perturbed
-    # Each device keeps the whole matrix, and the whole sum of its gradient, while it goes through
-    # its own chunks.
+    # While it goes through its own chunks, each device holds the whole matrix, and a whole sum of
+    # its gradient.
     local = on_own_tokens(
         partial(_loss_and_gradients, chunk=chunk, by_head=by_head),
         [(*TOKENS, None), (None, None), TOKENS, TOKENS, TOKENS],
@@ -123,7 +123,7 @@ def _loss_and_gradients(
     order, place, count, chunk = wanted_first(wanted, chunk)
     width = hidden.shape[-1]
     states, target = hidden.reshape(-1, width), targets.reshape(-1)
-    # What fills up the last chunk has no weight: a token without a target, or one met before.
+    # The last chunk is padded with tokens of weight 0: without a target, or computed before.
     weight = weights.reshape(-1)[order] * (jnp.arange(len(order)) < count)
 
     def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -138,7 +138,7 @@ def _loss_and_gradients(
         )
         if not by_head:
             return tuple(chunks)
-        # The gradients of logits stay float32 in this product, where the device has one.
+        # The gradients of logits stay float32 in this product, on devices that have one.
         d_head = results[3] + jnp.matmul(slope.T, states[own].astype(jnp.float32))
         return *chunks, constrain(d_head, "vocab", None)
 
@@ -150,7 +150,7 @@ def _loss_and_gradients(
     if by_head:
         start = *start, constrain(jnp.zeros(head.shape, jnp.float32), "vocab", None)
     nll, hit, d_states, *d_head = jax.lax.fori_loop(0, -(-count // chunk), body, start)
-    d_hidden = d_states[place]  # zeros where no chunk came
+    d_hidden = d_states[place]  # zeros for tokens in no chunk
     nll, hit = jnp.where(wanted, nll[place], 0.0), wanted & hit[place]
     return nll, hit, d_hidden, *(sum_over_tokens(x, "hidden", 1) for x in d_head)
 
@@ -174,8 +174,9 @@ def wanted_first(wanted: Array, chunk: int) -> tuple[Array, Array, Array, int]:
     """Orders tokens for the loop.
 
     Returns:
-      int32 ``[N]`` padded to whole chunks: the tokens, wanted ones first; ``place`` of the shape of
-      ``wanted``: where each token stands in that; how many are wanted; tokens in a chunk.
+      the indices of the tokens, wanted ones first, int32 ``[N]`` padded to whole chunks; each
+      token's place in that order, in the shape of ``wanted``; how many are wanted; and the tokens
+      per chunk.
     """
     flat = wanted.reshape(-1)
     chunk = min(chunk, len(flat))

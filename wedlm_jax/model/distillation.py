@@ -1,10 +1,10 @@
-"""Distance of a student's predictions from a teacher's through one output projection, a chunk of
-rows at a time.
+"""The distance of a student's predictions from a teacher's through one output projection, a chunk
+of rows at a time.
 
-As in `wedlm_jax.model.cross_entropy`, the logits of all rows would be the largest array of a step,
-so those of a chunk are computed, used and dropped, and the same pass computes the gradients. Here
-the matrix is not trained and each row has a loss of its own, so the caller may weigh rows by what
-this returns: the backward pass scales gradients of hidden states that are there already.
+As in `wedlm_jax.model.cross_entropy`, logits are computed, used and dropped chunk by chunk, and the
+same pass computes the gradients. Here the matrix is not trained and each row has its own loss. So
+the caller may weight rows by these results: the backward pass only scales gradients of hidden
+states that have been computed already.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ DISTANCES = ("tv", "kl", "ce")
 
 
 class Distances(NamedTuple):
-    """What each row's prediction is worth, ``[R, N]`` each; 0 and False where not wanted.
+    """A comparison of predictions by row, ``[R, N]`` each; 0 and False where not wanted.
 
     Attributes:
-      loss: float32, of `DISTANCES`; the only one with a gradient.
+      loss: float32, the distance; the only one with a gradient.
       overlap: float32, Σ_v min(p, q) = 1 - TV of teacher p and student q.
-      hit: bool, the student's likeliest token is the teacher's.
+      hit: bool, whether the student's likeliest token is the teacher's.
     """
 
     loss: Array
@@ -56,7 +56,7 @@ def distances(
       targets: int32 ``[R, N]``, tokens of the text, for "ce".
       wanted: bool ``[R, N]``, the rows that are compared.
       distance: one of `DISTANCES`.
-      chunk: rows whose logits a device holds at once.
+      chunk: how many rows' logits a device has in memory at once.
     """
     frozen = (jax.lax.stop_gradient(x) for x in (teacher, head.astype(student.dtype)))
     return Distances(*_distances(student, *frozen, targets, wanted, distance, chunk))
@@ -133,7 +133,7 @@ def _in_chunks(
 def _of_chunk(
     student: Array, teacher: Array, head: Array, target: Array, distance: str
 ) -> tuple[Array, Array, Array, Array]:
-    """Returns loss, overlap, hit ``[C]`` and the gradient of each loss by the student's logits,
+    """Returns loss, overlap and hit ``[C]``, and the gradient of each loss by the student's logits,
     float32 ``[C, V]``."""
     logits, logits_p = (
         constrain(product(x, head, jnp.float32), None, "vocab") for x in (student, teacher)

@@ -13,11 +13,11 @@ from wedlm_jax.sharding import constrain
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def looked_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
-    """Returns the rows of ``table [V, D]`` of ``tokens``, in ``dtype``.
+    """Returns the rows of ``table [V, D]`` for ``tokens``, in ``dtype``.
 
     Each device looks up whole rows in its share of the vocabulary. They are gathered in the smaller
-    dtype: of float32 parameters and bfloat16 states half as much is sent and held. The table's
-    gradient is summed in its own dtype all the same, where the plain derivative would sum in
+    dtype, which halves memory and traffic for float32 parameters and bfloat16 states. The table's
+    gradient is nevertheless summed in the table's dtype; the plain derivative would sum in
     ``dtype``.
     """
     smaller = min(table.dtype, dtype, key=lambda kind: kind.itemsize)
@@ -25,7 +25,7 @@ def looked_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
 
 
 def _forward(table: Array, tokens: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
-    # A row's worth of nothing carries the table's shape and dtype.
+    # The empty array carries the table's shape and dtype.
     return looked_up(table, tokens, dtype), (tokens, jnp.zeros((0, *table.shape), table.dtype))
 
 

@@ -1,8 +1,9 @@
 """Converts the layout of a model's layers: stacked, or apart.
 
-* Stacked: every parameter has a leading axis of layers, and a scan runs through them. For training,
-  and for decoding where the compiler reads a layer of the stack in place (TPUs).
-* Apart: each layer has its own arrays. For CPUs, where a scan copies them out of the stack.
+* Stacked: every parameter has a leading axis of layers, through which a scan runs. This is for
+  training, and for decoding where the compiler reads a layer of the stack in place (TPUs).
+* Apart: each layer has its own arrays. This is for CPUs, where a scan copies each layer out of the
+  stack.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ Path = tuple[Any, ...]
 
 
 def are_stacked(model: Transformer) -> bool:
-    """Tells whether the parameters of a model's layers have a leading axis of layers."""
+    """Returns whether the parameters of a model's layers have a leading axis of layers."""
     return not isinstance(model.layers, nnx.List)
 
 
 def with_layers_apart(
     model: Transformer, *, columns: bool | None = None, consume: bool = False
 ) -> Transformer:
-    """Converts a model with stacked layers into one whose layers lie apart.
+    """Converts a model with stacked layers into one whose layers are apart.
 
     Works under `jax.jit`, `jax.eval_shape` and on a mesh, and with quantized matrices.
 
     Args:
-      model: returned unchanged if its layers lie apart already.
-      columns: as of `Transformer`.
-      consume: whether each stacked array is deleted as soon as its layers are extracted, so that at
-        most one parameter of all layers is in memory twice. ``model`` cannot be used afterwards.
+      model: returned unchanged if its layers are apart already.
+      columns: passed to `Transformer`.
+      consume: delete each stacked array as soon as its layers are extracted, so that at most one
+        parameter is in memory twice. ``model`` cannot be used afterwards.
     """
     if not are_stacked(model):
         return model
@@ -58,7 +59,7 @@ def with_layers_apart(
 
 
 def with_layers_stacked(model: Transformer, *, consume: bool = False) -> Transformer:
-    """Converts a model whose layers lie apart into one with stacked layers; see
+    """Converts a model whose layers are apart into one with stacked layers; see
     `with_layers_apart`."""
     if are_stacked(model):
         return model
@@ -81,7 +82,7 @@ def with_layers_stacked(model: Transformer, *, consume: bool = False) -> Transfo
 
 
 def _graph(model: Transformer, **how: Any) -> nnx.GraphDef[Transformer]:
-    """Returns the graph of a model with the same adapters in another layout."""
+    """Returns the graph of the same model, adapters included, in another layout."""
 
     def made() -> Transformer:
         rngs = nnx.Rngs(0)
@@ -100,8 +101,8 @@ def _stack_of(*arrays: Array) -> Array:
 
 
 def _placed(function: Any, new_spec: Any, *arrays: Array) -> Any:
-    """Runs ``function`` so that its results stay on the devices of their values. It is one of this
-    module's, so that JAX knows it again and compiles it once for arrays of a shape."""
+    """Runs ``function`` so that its results stay on the devices of their values. ``function`` must
+    be one of this module's, and not a new one per call, so that JAX compiles it once per shape."""
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return function(*arrays)
     sharding = arrays[0].sharding

@@ -21,17 +21,18 @@ from wedlm_jax.model.rope import apply_rope
 from wedlm_jax.sharding import constrain
 
 Rows = Array | bool
-"""Hidden states that adapters act on: all, none, or where a bool array ``[...]`` says."""
+"""The hidden states that adapters act on: all, none, or those where a bool array ``[...]`` is True.
+"""
 
 CACHED_BYTES = 2 * 2**20
-"""A larger matrix does not stay in a CPU core's own cache."""
+"""The largest matrix that stays in the cache of a CPU core."""
 
 
 def columns_are_faster(config: ModelConfig, dtype: Any) -> bool:
-    """Tells whether a CPU multiplies a layer's matrices faster with columns than with rows.
+    """Returns whether a CPU multiplies a layer's matrices faster with columns than with rows.
 
-    Its matrix product repacks the right operand at each call. For a matrix that does not fit into
-    the caches this takes longer than the product with a few tokens. For a smaller one it costs
+    A CPU's matrix product repacks its right operand in each call. For a matrix that does not fit
+    into the caches this takes longer than the product with a few tokens. For a smaller one it costs
     little, and rows are faster unless the number of tokens is a multiple of 16.
     """
     matrix = config.hidden_size * config.intermediate_size
@@ -46,15 +47,15 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((size,), dtype))
 
     def __call__(self, x: Array) -> Array:
-        # x / sqrt(mean(x²) + ε) in float32; rounded before it is scaled, which decides the last bit
-        # in bfloat16 and is how Hugging Face does it.
+        # x / sqrt(mean(x²) + ε) in float32, rounded before it is scaled, as in Hugging Face: in
+        # bfloat16 the order changes the last bit.
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + self.epsilon)
         return self.scale[...].astype(x.dtype) * x32.astype(x.dtype)
 
 
 class Linear(nnx.Module):
-    """``x @ weight.T + bias``, parameters cast to the dtype of ``x``.
+    """A linear map, ``x @ weight.T + bias``, with parameters cast to the dtype of ``x``.
 
     Args:
       columns: whether to multiply as ``weight @ x.T``; see `columns_are_faster`.
@@ -72,10 +73,10 @@ class Linear(nnx.Module):
         columns: bool = False,
     ):
         self.columns = columns
-        # Drawn as [in, out]: a seed gives the same model as before matrices were stored as now.
+        # Drawn as [in, out], so that a seed gives the same model as in earlier versions.
         self.weight = nnx.Param(normal(rngs, (n_in, n_out), scale, dtype).T)
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
-        # Or that of `wedlm_jax.model.int8_training`; qwix wants a path, whatever it is.
+        # Or the product of `wedlm_jax.model.int8_training`, for which qwix requires a path.
         self.product: Callable[[Array, Any], Array] = product
         self.qwix_path = ()
         self.adapter: Any = None  # or a `wedlm_jax.model.lora.LowRank`
@@ -99,8 +100,8 @@ class Linear(nnx.Module):
 
 
 def _where(rows: Rows, new: Array, old: Array, axis: int) -> Array:
-    """Returns ``new`` at these rows, and ``old``, bit for bit, at the others; ``axis`` is that of
-    the features."""
+    """Returns ``new`` at these rows and, bit for bit, ``old`` at the others; ``axis`` is the axis
+    of the features."""
     return new if isinstance(rows, bool) else jnp.where(jnp.expand_dims(rows, axis), new, old)
 
 
@@ -116,7 +117,7 @@ class Attention(nnx.Module):
         d, h = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_attention_heads * h, config.num_key_value_heads * h
         scale = config.initializer_range
-        # 2 n sums go into the residual stream; dividing by the root keeps its variance.
+        # The residual stream is a sum of 2 n terms; dividing by the root keeps its variance.
         residual = scale / (2 * config.num_hidden_layers) ** 0.5
         self.head_dim = h
         linear = partial(Linear, dtype=dtype, rngs=rngs, columns=columns)
@@ -131,19 +132,19 @@ class Attention(nnx.Module):
     def project(
         self, x: Array, rope: tuple[Array, Array], adapted: Rows = True
     ) -> tuple[Array, Array, Array]:
-        """Returns queries ``[..., H, head_dim]``, keys and values ``[..., K, head_dim]`` of
-        ``x [..., D]``."""
+        """Returns the queries ``[..., H, head_dim]``, and the keys and values
+        ``[..., K, head_dim]``, of ``x [..., D]``."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
             self._heads(checkpoint_name(linear(x, adapted), "projected")) for linear in projections
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        # Queries and keys only: their product then depends on the distance of their positions.
+        # Only queries and keys are rotated: their product then depends on their distance.
         return apply_rope(q, rope), apply_rope(k, rope), v
 
     def mix_heads(self, attended: Array, adapted: Rows = True) -> Array:
-        """Returns ``[..., D]`` of what each head attended to, ``[..., H, head_dim]``."""
+        """Maps what each head attended to, ``[..., H, head_dim]``, to ``[..., D]``."""
         return self.o_proj(attended.reshape(*attended.shape[:-2], -1), adapted)
 
     def _heads(self, x: Array) -> Array:
@@ -173,7 +174,7 @@ class MLP(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """A pre-norm decoder layer, in two halves so that its caller decides how to attend."""
+    """A pre-norm decoder layer, in two halves so that its caller chooses how to attend."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, rngs: nnx.Rngs, columns: bool):
         d, epsilon = config.hidden_size, config.rms_norm_eps
@@ -185,8 +186,8 @@ class DecoderLayer(nnx.Module):
     def before_attention(
         self, x: Array, rope: tuple[Array, Array], adapted: Rows = True
     ) -> tuple[Array, Array, Array]:
-        """Returns queries, keys and values, as `Attention.project`, of hidden states
-        ``[B, T, D]`` or ``[T, D]``."""
+        """Returns the queries, keys and values of hidden states ``[B, T, D]`` or ``[T, D]``; see
+        `Attention.project`."""
         return self.self_attn.project(self.input_layernorm(x), rope, adapted)
 
     def after_attention(self, x: Array, attended: Array, adapted: Rows = True) -> Array:
@@ -200,5 +201,5 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtyp
 
 
 def laid_out(x: Array) -> Array:
-    """Lays out hidden states as `wedlm_jax.sharding` says; flat tokens whole on each device."""
+    """Shards hidden states by the rules of `wedlm_jax.sharding`; flat tokens are replicated."""
     return constrain(x, "batch", "length") if x.ndim == 3 else constrain(x)

@@ -1,11 +1,11 @@
-"""LoRA: a low-rank term that is trained, beside a matrix that is not (Hu et al., arXiv 2106.09685).
+"""LoRA: a low-rank term that is trained, added to a frozen matrix (Hu et al., arXiv 2106.09685).
 
 ``y = x Wᵀ + s (x Aᵀ) Bᵀ`` with W ``[out, in]``, A ``[rank, in]``, B ``[out, rank]`` and
-s = alpha / rank. B begins as zeros, so that the first step starts from the model as it was.
+s = alpha / rank. B is initialised to zeros, so that training starts from the unchanged model.
 
-qwix and Flax have adapters of their own. qwix makes its when the model is called, which is within
-our scan over the layers, and they cannot leave it; `nnx.LoRA` has no alpha, and one dtype for good
-where our layers compute in that of their input. What is left to write is `LowRank`.
+qwix and Flax have adapters, too, but they do not fit. qwix creates adapters when the model is
+called, within our scan over the layers, which they cannot leave. `nnx.LoRA` has no alpha and a
+fixed dtype, whereas our layers compute in the dtype of their input.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from wedlm_jax.model.quantization import left_product, product
 from wedlm_jax.model.transformer import Transformer, abstract_model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The matrices of a layer, each of which can have adapters."""
+"""The matrices of a layer that can have adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Which matrices have adapters, and how large they are.
+    """The size of adapters, and which matrices have them.
 
     Attributes:
-      rank: of the term.
+      rank: rank of the term.
       alpha: the term is scaled by ``alpha / rank``.
       targets: names in `TARGETS`.
-      rows: "all", or "masked" for adapters that act on masks only, beside which a mask has an
-        embedding of its own: rows of text stay those of the model, bit for bit.
+      rows: "all", or "masked" for adapters that act on masks only; masks then also have a trained
+        embedding, and rows of text stay the unchanged model's, bit for bit.
       window_size: with "masked", masks of the windows that they are trained on.
     """
 
@@ -53,7 +53,7 @@ class LoraConfig:
 
 
 class LowRank(nnx.Module):
-    """The term ``s (x Aᵀ) Bᵀ`` of a linear map, parameters cast to the dtype of ``x``."""
+    """The term ``s (x Aᵀ) Bᵀ`` of a linear map, with parameters cast to the dtype of ``x``."""
 
     def __init__(self, a: Array, b: Array, scale: float):
         self.a, self.b = nnx.LoRAParam(a), nnx.LoRAParam(b)
@@ -68,18 +68,18 @@ class LowRank(nnx.Module):
 
 
 def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Transformer:
-    """Puts float32 adapters beside the matrices of a model, and returns it.
+    """Adds float32 adapters to the matrices of a model, and returns it.
 
-    Their parameters are `nnx.LoRAParam`, by which `nnx.split` tells them from the others.
+    Their parameters are `nnx.LoRAParam`, by which `nnx.split` distinguishes them from the others.
 
     Args:
-      model: it is changed.
-      lora: what to add.
-      rngs: A is drawn from its ``params``, uniform within 1 / √in as in the authors' code; B is
+      model: the model, which is changed.
+      lora: the adapters to add.
+      rngs: A is drawn from its ``params``, uniform within ±1 / √in as in the authors' code; B is
         zero.
 
     Raises:
-      InputError: the rank is that of a whole matrix, or more.
+      InputError: the rank is not below that of a whole matrix.
     """
     for name, linear in _linears(model, lora.targets):
         *layers, n_out, n_in = linear.weight.shape
@@ -103,7 +103,8 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
 
 
 def _linears(model: Transformer, names: Iterable[str]) -> Iterator[tuple[str, Linear]]:
-    """Yields the matrices of these names, of all layers at once or one layer after the other."""
+    """Yields the linear maps with these names: of all layers at once if they are stacked, else
+    layer by layer."""
     layers = model.layers if isinstance(model.layers, nnx.List) else [model.layers]
     for layer in layers:
         for name in names:
@@ -112,19 +113,19 @@ def _linears(model: Transformer, names: Iterable[str]) -> Iterator[tuple[str, Li
 
 
 def merged_weight(weight: Any, a: Any, b: Any, scale: float) -> Any:
-    """Returns ``W + s B A`` in float32, of NumPy's arrays or JAX's."""
+    """Returns ``W + s B A`` in float32, for NumPy or JAX arrays."""
     return weight.astype("float32") + scale * (b @ a)
 
 
 def adapter_of(weight: str) -> tuple[str, str]:
-    """Returns the dotted paths of A and B beside the matrix at a dotted path."""
+    """Returns the dotted paths of A and B for the matrix at a dotted path."""
     owner = weight.removesuffix("weight")
     return f"{owner}adapter.a", f"{owner}adapter.b"
 
 
 def merged(model: Transformer) -> Transformer:
-    """Returns a model without adapters that computes the same, its matrices in their dtype; a model
-    that has none, or a drafter, which cannot be merged, unchanged."""
+    """Returns a model without adapters that computes the same, with matrices in their original
+    dtype. A model without adapters, or a drafter, which cannot be merged, is returned unchanged."""
     if model.lora is None or model.lora.rows == "masked":
         return model
     flat = dict(nnx.state(model).flat_state())
@@ -138,7 +139,7 @@ def merged(model: Transformer) -> Transformer:
 
 @jax.jit
 def _merged_layers(weight: Array, a: Array, b: Array, scale: float) -> Array:
-    # Layer by layer: float32 copies of a whole stack would be the largest arrays there are.
+    # Layer by layer, since a float32 copy of a whole stack would be the largest array by far.
     def one(layer: tuple[Array, Array, Array]) -> Array:
         return merged_weight(*layer, scale).astype(weight.dtype)
 

@@ -1,8 +1,8 @@
 """Weights as 8-bit integers, by qwix, with a scale for each output of each matrix.
 
 The matrices of the layers and an untied output projection are rounded; embeddings, norms, biases
-and a tied output projection are not. Products run in the compute dtype with the integers cast to
-it: this saves memory, and the time to read it.
+and a tied output projection are not. Products run in the compute dtype, to which the integers are
+cast: this saves memory and the time to read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 def check_quantization(name: str | None) -> None:
-    """Refuses a name that is not in `QUANTIZATIONS`; None stands for no quantization.
+    """Refuses a name that is not in `QUANTIZATIONS`; None means no quantization.
 
     Raises:
       InputError: the name is unknown, or qwix is not installed.
@@ -40,8 +40,8 @@ def is_quantized(matrix: Any) -> bool:
 
 
 def product(x: Array, matrix: Any, dtype: Any = None) -> Array:
-    """Returns ``x [..., in] @ matrix.T``, the matrix ``[out, in]``, computed in the dtype of ``x``,
-    accumulated and returned in ``dtype``; the matrix may be quantized."""
+    """Returns ``x [..., in] @ matrix.T`` for a matrix ``[out, in]``, which may be quantized;
+    computed in the dtype of ``x``, accumulated and returned in ``dtype``."""
     return _dot(x, matrix.astype(x.dtype), x.ndim - 1, 1, dtype)
 
 
@@ -57,25 +57,26 @@ def _dot(x: Any, y: Any, x_axis: int, y_axis: int, dtype: Any) -> Array:
 
 
 def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
-    """Returns ``matrix [out, in] @ x [in, T]``, computed in the dtype of ``x``, accumulated and
-    returned in ``dtype``; the matrix may be quantized.
+    """Returns ``matrix [out, in] @ x [in, T]`` for a matrix that may be quantized; computed in the
+    dtype of ``x``, accumulated and returned in ``dtype``.
 
-    For CPUs, whose matrix product repacks its right operand at each call. The few columns of ``x``
-    are cheap to repack; a large matrix takes as long to repack as to multiply.
+    This is for CPUs, whose matrix product repacks its right operand in each call. The few columns
+    of ``x`` are cheap to repack; a large matrix takes as long to repack as to multiply.
     """
     columns = x.shape[1]
     if x.dtype != jnp.float32:
         x = jnp.pad(x, ((0, 0), (0, max(FEWEST_COLUMNS - columns, 0))))
-        # Of transposed rows, too, XLA casts the whole matrix, unless they are laid out as columns.
+        # XLA would also cast the whole matrix for transposed rows that are not laid out as columns.
         x = with_layout_constraint(x, Layout((0, 1)))
     y = _dot(matrix.astype(x.dtype), x, 1, 0, dtype)
     # Without the barrier XLA merges this product with a transposition after it, which puts the
-    # matrix on the right again, and in bfloat16 with a cast, for which it casts the whole matrix.
+    # matrix on the right again, or in bfloat16 with a cast, for which it casts the whole matrix.
     return jax.lax.optimization_barrier(y)[:, :columns]
 
 
 FEWEST_COLUMNS = 4
-"""For a single column in bfloat16 XLA casts the whole matrix to float32 first, at each call."""
+"""The least number of columns in bfloat16. For a single one XLA casts the whole matrix to float32
+in each call."""
 
 
 ROUNDED = ("weight", "lm_head")
@@ -93,7 +94,7 @@ _rounded = jax.jit(rounded)
 
 
 def rounded_alone(value: Array, name: str) -> Any:
-    """Rounds a parameter and deletes the original, if its name is in `ROUNDED`; else returns it
+    """Rounds a parameter and deletes the original if its name is in `ROUNDED`; otherwise returns it
     unchanged."""
     if name not in ROUNDED:
         return value

@@ -1,9 +1,9 @@
-"""What the backward pass keeps of each layer, and what it computes anew: policies by name.
+"""Policies, by name, for what is kept of each layer for the backward pass and what is recomputed.
 
-A layer names what it makes: the products of its queries, keys and values (``projected``), what they
-attended to (``attended``), its hidden states behind attention (``mixed``), and the two inner
-products of its MLP (``gate``, ``up``). Each policy keeps some of them beside the layer's input; the
-rest of the layer, but for the last product, which no gradient needs, is computed again.
+A layer names its intermediate results: queries, keys and values before RoPE (``projected``), the
+output of attention (``attended``), the hidden states after attention (``mixed``), and the two inner
+products of its MLP (``gate``, ``up``). Each policy keeps some of them in addition to the layer's
+input; the rest is recomputed, except the last product, which no gradient needs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "offload": (),
     }
 )
-"""What each policy keeps, from the one that computes least anew, and holds most, to the one that
-holds least. Before them all comes ``none``, which keeps everything."""
+"""The results that each policy keeps, from the policy that keeps most to the one that keeps least.
+Before them all comes ``none``, which keeps everything."""
 
 LAYER_INPUT = "layer_input"
 """The name of a layer's input. ``offload`` moves it to the host's memory and back."""
@@ -39,7 +39,7 @@ POLICIES: tuple[str, ...] = ("none", *KEPT)
 
 
 def checkpoint_policy(name: str) -> Callable | None:
-    """Returns the policy for `jax.checkpoint`; None where nothing is computed anew.
+    """Returns the policy for `jax.checkpoint`; None if nothing is recomputed.
 
     Args:
       name: one of `POLICIES`.

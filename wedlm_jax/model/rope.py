@@ -1,8 +1,8 @@
 """Rotary position embeddings with the context extensions of Hugging Face models.
 
-RoPE sees logical positions: the place of a token in the text, whatever its place in the arrays.
-That is what makes WeDLM's reordering possible: the causal mask sees the physical order only, the
-model's sense of distance comes from RoPE only.
+RoPE sees logical positions: a token's place in the text, wherever it stands in the arrays. This
+makes WeDLM's reordering possible: the causal mask depends on the physical order only, and the
+model's sense of distance on RoPE only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Stretches long wavelengths by ``factor`` and keeps short ones, with a ramp between."""
+    """Stretches long wavelengths by ``factor`` and keeps short ones, with a ramp in between."""
     factor = rope.get("factor")
     low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
-    # How often each pair turns over the trained length: few turns are a long wavelength.
+    # How often each pair turns over the trained length; few turns mean a long wavelength.
     turns = rope.get("original_max_position_embeddings") * base / (2 * math.pi)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - smooth) * base / factor + smooth * base
@@ -53,7 +53,8 @@ def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, flo
     length = rope.get("original_max_position_embeddings")
 
     def dimension_of(turns: float) -> float:
-        """Returns the (fractional) pair index that makes so many turns over the trained length."""
+        """Returns the (fractional) index of the pair that makes these turns over the trained
+        length."""
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     # Pairs that turn often tell neighbours apart and stay; those that turn less than once over the
@@ -103,14 +104,14 @@ def held(tables: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def apply_rope(x: Array, tables: tuple[Array, Array]) -> Array:
-    """Rotates the two halves of each head against each other, in float32; the dtype is kept.
+    """Applies RoPE to each head in float32 and returns the dtype of ``x``.
 
     Args:
       x: ``[..., H, head_dim]``.
-      tables: ``[..., head_dim / 2]``.
+      tables: cosines and sines, ``[..., head_dim / 2]``.
     """
-    # Pair i is features i and i + head_dim / 2 (half-split, as in Hugging Face), turned by one
-    # angle: the product of a query and a key then depends on their distance alone.
+    # Pair i is features i and i + head_dim / 2 (half-split, as in Hugging Face), rotated by one
+    # angle. The product of a query and a key then depends on their distance alone.
     cos, sin = (table[..., None, :] for table in tables)
     first, second = jnp.split(x.astype(jnp.float32), 2, -1)
     rotated = [first * cos - second * sin, second * cos + first * sin]

@@ -1,8 +1,8 @@
-"""The causal transformer: explicit logical positions, and the parts that families differ in.
+"""The causal transformer, with explicit logical positions, for all supported model families.
 
-The layers know nothing of masks, caches and pages: each passes its queries, keys and values to
-a function and gets back what the queries attended to. `Transformer.__call__` runs batches ``[B,
-T]`` under a mask, for training; `Transformer.run` runs flat tokens ``[T]`` of many sequences, for
+The layers are independent of masks, caches and pages: each passes its queries, keys and values to a
+function, which returns what the queries attended to. `Transformer.__call__` runs batches ``[B, T]``
+under a mask, for training; `Transformer.run` runs flat tokens ``[T]`` of many sequences, for
 decoding.
 """
 
@@ -46,11 +46,11 @@ Attend = Callable[..., tuple[Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Tokens that pass the layers together.
+    """Tokens that go through the layers together.
 
     Attributes:
-      x: ``[B, T, D]`` or ``[T, D]``, what the first layer gets.
-      rope: the tables of their positions.
+      x: ``[B, T, D]`` or ``[T, D]``, the input of the first layer.
+      rope: the RoPE tables of their positions.
       adapted: which of them adapters act on.
     """
 
@@ -60,7 +60,7 @@ class Part:
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    """Joins what belongs to parts ``[B, T, ...]``. Of two parts the first gets no gradient."""
+    """Concatenates parts ``[B, T, ...]``. If there are two, the first gets no gradient."""
     if len(parts) == 1:
         return parts[0]
     memory, prediction = parts
@@ -102,15 +102,15 @@ class _ChosenLayer:
 class Transformer(nnx.Module):
     """The decoder.
 
-    Its layers are stacked, every parameter with a leading ``[num_hidden_layers]`` axis, or apart, a
-    list of `DecoderLayer`. A scan runs through either. On a CPU a scan copies each layer's weights
-    out of the stack, which costs more than reading them. `wedlm_jax.model.layer_layout` converts
-    one into the other.
+    Its layers are either stacked, every parameter with a leading ``[num_hidden_layers]`` axis, or
+    apart, as a list of `DecoderLayer`. A scan runs through either. On a CPU a scan copies each
+    layer's weights out of a stack, which costs more than reading them.
+    `wedlm_jax.model.layer_layout` converts one layout into the other.
 
-    Parameters are held in ``dtype``; computation runs in the dtype passed to the call.
+    Parameters are stored in ``dtype``; computation runs in the dtype passed to the call.
 
     Args:
-      stacked: whether the layers are.
+      stacked: whether the layers are stacked.
       columns: whether layers that are apart multiply columns; by default if
         `columns_are_faster`.
     """
@@ -129,7 +129,7 @@ class Transformer(nnx.Module):
         assert not (stacked and columns), "stacked layers multiply rows"
         self.config = config
         self.lora: Any = None  # or the `wedlm_jax.model.lora.LoraConfig` of its adapters
-        self.mask_embedding: Any = None  # or of adapters on masks, what a mask's row begins with
+        self.mask_embedding: Any = None  # or, with adapters on masks, the embedding of a mask
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
@@ -164,11 +164,11 @@ class Transformer(nnx.Module):
           positions: int32 ``[B, T]``, their logical positions, which RoPE sees.
           mask: which tokens see which.
           int8_kv: whether keys and values are rounded to 8 bits, as in an int8 cache.
-          dtype: compute dtype; that of the parameters by default.
+          dtype: compute dtype; the parameters' dtype by default.
           remat: one of `wedlm_jax.model.rematerialisation.POLICIES`.
           attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
-          tile: side of the splash kernel's tiles; 0: what suits the chip.
-          unroll: stacked layers per iteration of the scan; more of them take longer to compile.
+          tile: side of the splash kernel's tiles; 0 for what suits the chip.
+          unroll: layers per iteration of the scan; more of them take longer to compile.
 
         Returns:
           Normalised hidden states ``[B, T, D]`` (see `logits`).
@@ -179,19 +179,19 @@ class Transformer(nnx.Module):
         ) -> tuple[Array, None]:
             return _attend(q, k, v, mask, attention, tile, int8_kv), None
 
-        # Adapters on masks leave the memory stream alone. It is a part of its own, which does not
-        # depend on them, so that the backward pass does not go through it.
+        # Adapters on masks do not affect the memory stream. It is a separate part, so that the
+        # backward pass does not go through it.
         length, memory = token_ids.shape[1], 0
         if self.mask_embedding is not None:
             memory = mask.segment_ids.shape[1] if isinstance(mask, DualStreamMask) else length
         parts = [
             Part(
-                self._embedded(token_ids[:, own], dtype, adapted),
-                rope_tables(self.config, positions[:, own]),
+                self._embedded(token_ids[:, rows], dtype, adapted),
+                rope_tables(self.config, positions[:, rows]),
                 adapted,
             )
-            for own, adapted in ((slice(0, memory), False), (slice(memory, length), True))
-            if own.stop > own.start
+            for rows, adapted in ((slice(0, memory), False), (slice(memory, length), True))
+            if rows.stop > rows.start
         ]
         policy = checkpoint_policy(remat)
         xs, _ = self._through_layers(parts, attend_to_sequences, None, policy, unroll)
@@ -216,8 +216,8 @@ class Transformer(nnx.Module):
             ``[T, K, head_dim]`` of a layer and returns what its queries ``[T, H, head_dim]``
             attended to, and the carry. ``layer`` is an int32 scalar.
           carry: passed through all layers: the pages of keys and values, updated in place.
-          is_mask: bool ``[T]``; for a model with adapters on masks.
-          dtype: compute dtype; that of the parameters by default.
+          is_mask: bool ``[T]``, which tokens are masks, for a model with adapters on masks.
+          dtype: compute dtype; the parameters' dtype by default.
 
         Returns:
           Normalised hidden states ``[T, D]`` (see `logits`), and the carry.
@@ -251,8 +251,8 @@ class Transformer(nnx.Module):
         policy: Callable | None = None,
         unroll: int = 1,
     ) -> tuple[tuple[Array, ...], Any]:
-        """Scans the hidden states of parts, and the carry of ``attend``, through the layers. Under
-        a policy the backward pass computes anew what it does not keep."""
+        """Scans the hidden states of parts, and the carry of ``attend``, through the layers. The
+        backward pass recomputes what ``policy`` does not keep."""
         apart = isinstance(self.layers, nnx.List)
         graph: Any = None
         stacked: Any = None
@@ -281,30 +281,30 @@ class Transformer(nnx.Module):
         return jax.lax.scan(turn, start, (stacked, indices), unroll=unroll)[0]
 
     def head_matrix(self) -> Array:
-        """Returns the output projection ``[V, D]``: its own, or the embedding."""
+        """Returns the output projection ``[V, D]``, or the embedding if the two are tied."""
         return (self.embed_tokens if self.lm_head is None else self.lm_head)[...]
 
     def logits(self, hidden: Array) -> Array:
         """Returns float32 logits ``[..., V]`` of hidden states ``[..., D]``."""
         if isinstance(self.layers, nnx.List):
             logits = left_product(self.head_matrix(), as_columns(hidden), jnp.float32)
-            # The barriers make XLA transpose once. Otherwise it does so in every pass over the
-            # logits that follows: 16 rows of 1,024 features and 152k tokens then take 270 ms on two
-            # cores instead of 160.
+            # The barriers make XLA transpose once. Otherwise it transposes in every later pass over
+            # the logits: 16 rows of 1,024 features and 152k tokens then take 270 ms on two cores
+            # instead of 160.
             hold = jax.lax.optimization_barrier
             return hold(hold(logits).T).reshape(*hidden.shape[:-1], -1)
         return product(hidden, self.head_matrix(), jnp.float32)
 
 
 def abstract_model(config: ModelConfig, **how: Any) -> Transformer:
-    """Returns a model of shapes in place of arrays, made with these arguments of `Transformer`."""
+    """Returns a model with shapes instead of arrays, made with these arguments of `Transformer`."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **how))  # type: ignore[no-any-return]
 
 
 def _attend(
     q: Array, k: Array, v: Array, mask: Mask, implementation: str, tile: int, int8_kv: bool
 ) -> Array:
-    """Returns what ``q [B, T, H, head_dim]`` attends to of ``k`` and ``v [B, T, K, head_dim]``."""
+    """Computes attention of ``q [B, T, H, head_dim]`` to ``k`` and ``v [B, T, K, head_dim]``."""
     q = constrain(q, "batch", None, "attention_heads")
     k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
     if int8_kv:
