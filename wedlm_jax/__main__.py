@@ -1,4 +1,4 @@
-"""The `wedlm` command: one line a subcommand, each imported only when called."""
+"""The `wedlm` command: one line per subcommand, each imported only when called."""
 
 from __future__ import annotations
 

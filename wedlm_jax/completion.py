@@ -1,4 +1,4 @@
-"""The result of a prompt: from the engine without its text, from `wedlm_jax.llm.LLM` with it."""
+"""The result of a prompt: without text from the engine, with text from `wedlm_jax.llm.LLM`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ ELSEWHERE = {
     "prompt": "prompts are not kept: completions come in the order of the prompts",
     "prompt_token_ids": "prompts are not kept: completions come in the order of the prompts",
 }
-"""What other engines' results have, and where it is here."""
+"""Attributes of other engines' results, and their equivalents here."""
 
 
 class Drafts(NamedTuple):
-    """Counts drafts by where they came from: how many forwards have checked, and how many of these
-    were the model's own choice."""
+    """Counts of drafts by their source: how many were checked, and how many of these accepted."""
 
     masks: int = 0
     masks_accepted: int = 0
@@ -34,13 +33,13 @@ class Drafts(NamedTuple):
 
     @staticmethod
     def read(codes: Sequence[int] | np.ndarray) -> Drafts:
-        """Returns the sum of numbers that `wedlm_jax.decode.loop.draft_code` made."""
+        """Returns the sum of counts that `wedlm_jax.decode.loop.draft_code` has encoded."""
         code = np.asarray(codes, np.int64)
         parts = (code & 0xFFF, code >> 12 & 0xFFF, code >> 24 & 0xF, code >> 28 & 0xF)
         return Drafts(*(int(part.sum()) for part in parts))
 
     def plus(self, other: Drafts) -> Drafts:
-        """Returns the drafts of both."""
+        """Returns the sum of both counts."""
         return Drafts(*(one + more for one, more in zip(self, other, strict=True)))
 
 
@@ -48,7 +47,7 @@ NO_DRAFTS = Drafts()
 
 
 def total_drafts(completions: Iterable[Completion]) -> Drafts:
-    """Returns the drafts of all."""
+    """Returns the drafts of all completions together."""
     return functools.reduce(Drafts.plus, (one.drafts for one in completions), NO_DRAFTS)
 
 
@@ -58,20 +57,20 @@ class Completion:
 
     Attributes:
       text: the completion without stop token and stop string; None without a tokenizer, and from
-        the engine, which knows token ids alone.
-      token_ids: committed tokens, a stop token included; with a stop string, through the
-        token in which it is complete.
+        the engine, which knows only token ids.
+      token_ids: committed tokens, a stop token included; with a stop string, up to the token that
+        completes it.
       finish_reason: "stop", "length", or None while streaming.
-      num_forwards: decode forwards: those that could commit tokens. AR takes one a token, of which
-        the first computes the prompt's last token; forwards of nothing but prompt before it are
-        not counted.
-      num_token_instances: active window slots over those forwards; AR has one a forward.
-      logprobs: log-probabilities of ``token_ids``; None where ``SamplingParams.logprobs`` is.
-      further: with ``SamplingParams.n`` above 1, the prompt's other samples. This is the first.
-      num_cached_tokens: tokens of the prompt whose keys and values were in the cache before.
+      num_forwards: decode forwards, which are those that could commit tokens. AR takes one per
+        token, of which the first computes the prompt's last token; earlier forwards, which compute
+        nothing but prompt, are not counted.
+      num_token_instances: active window slots, summed over those forwards; AR has one per forward.
+      logprobs: log-probabilities of ``token_ids``; None unless requested.
+      further: the prompt's other samples if ``SamplingParams.n`` is above 1; this is the first.
+      num_cached_tokens: tokens of the prompt found in the prefix cache.
       forwards_at, instances_at: ``num_forwards`` and ``num_token_instances`` when each of
         ``token_ids`` was committed.
-      drafts_at: the drafts that were checked then; `drafts` is their sum.
+      drafts_at: the drafts that were checked then, encoded; `drafts` is their sum.
     """
 
     text: str | None
@@ -86,10 +85,10 @@ class Completion:
     instances_at: list[int] = dataclasses.field(default_factory=list, repr=False)
     drafts_at: list[int] = dataclasses.field(default_factory=list, repr=False)
 
-    if not TYPE_CHECKING:  # for which an unknown attribute is to stay unknown
+    if not TYPE_CHECKING:  # a type checker must still report unknown attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Suggests what was probably meant by an unknown attribute."""
+            """Raises an error that suggests what was meant by an unknown attribute."""
             if name.startswith("_"):
                 raise AttributeError(f"a Completion has no {name!r}")
             known = [one for one in dir(self) if not one.startswith("_")]
@@ -98,13 +97,13 @@ class Completion:
 
     @property
     def samples(self) -> tuple[Completion, ...]:
-        """All of the prompt's completions, ``n`` of them, this one first."""
+        """All ``n`` completions of the prompt, this one first."""
         return (self, *self.further)
 
     @property
     def confidence(self) -> list[float] | None:
-        """The probability of each of ``token_ids`` where and when it was chosen; None where
-        ``logprobs`` is."""
+        """The probability that each of ``token_ids`` had when it was chosen; None if ``logprobs``
+        is None."""
         if self.logprobs is None:
             return None
         return [math.exp(token.logprob) for token in self.logprobs]
@@ -125,8 +124,8 @@ class Completion:
         return len(self.token_ids) / max(self.num_token_instances, 1)
 
     def cut(self, length: int) -> Completion:
-        """Returns the completion as if it had stopped at its first ``length`` (at least 1)
-        tokens; its text is as it was."""
+        """Returns the completion as if it had stopped after its first ``length`` (at least 1)
+        tokens; its text is unchanged."""
         return dataclasses.replace(
             self,
             token_ids=self.token_ids[:length],
@@ -142,7 +141,8 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a streamed completion: new ``text`` and ``token_ids``, and all so far."""
+    """A part of a streamed completion: the new ``text`` and ``token_ids``, and the completion so
+    far."""
 
     text: str
     token_ids: list[int]

@@ -1,7 +1,4 @@
-"""What a model is: the architecture fields of a Hugging Face ``config.json``.
-
-Field names are those of Hugging Face, so that the two can be read side by side.
-"""
+"""A model's architecture: the fields of a Hugging Face ``config.json``, under the same names."""
 
 from __future__ import annotations
 
@@ -23,22 +20,22 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-"""Fields that give parameters their shapes."""
+"""The fields that determine the shapes of parameters."""
 
 PARTS = ("qk_norm", "attention_bias", "attention_out_bias", "mlp_bias")
-"""Parameters that a model has or has not: norms of queries and keys in each head; biases of their
-and the values' projections, of attention's output, and of the MLP."""
+"""Optional parameters of a model: norms of queries and keys in each head; biases of the projections
+to queries, keys and values, of attention's output, and of the MLP."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Models of one ``model_type``.
+    """The models of one ``model_type``.
 
     Attributes:
       architecture: the class in transformers.
-      parts: which of `PARTS` its models have; None: those that the file and the tensors say.
-      defaults: what fields mean where a ``config.json`` leaves them out, if not the same as in
-        others.
+      parts: which of `PARTS` its models have; None if the file and the tensors determine it.
+      defaults: values of fields that a ``config.json`` omits, where they differ from those of other
+        families.
     """
 
     architecture: str
@@ -53,7 +50,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "wedlm": Family("WeDLMForCausalLM", None),
         "qwen2": Family("Qwen2ForCausalLM", ("attention_bias",)),
         "qwen3": Family("Qwen3ForCausalLM", ("qk_norm",), {"head_dim": 128}),
-        # Its attention_bias is that of all four projections.
+        # Its attention_bias covers all four projections.
         "llama": Family("LlamaForCausalLM", None, {**_ENDS, "max_position_embeddings": 2048}),
         "mistral": Family(
             "MistralForCausalLM",
@@ -78,7 +75,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-"""The supported RoPE types, and the numbers that each cannot do without."""
+"""The supported RoPE types, and the numbers that each requires."""
 
 SILU = ("silu", "swish")
 WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -106,7 +103,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "rotary_dim": (),
     "rotary_pct": (1,),
-    # Factors on the way through.
+    # Scaling factors.
     "embedding_multiplier": (1,),
     "residual_multiplier": (1,),
     "scale_emb": (1,),
@@ -118,11 +115,11 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "compression_config": (),
 }
-"""Keys of a ``config.json`` that change what is computed, here or in related families, and are not
-supported: the values under which they change nothing. So does null."""
+"""Unsupported keys of a ``config.json``, in these or related families, with the values under which
+they have no effect. Null has no effect, either."""
 
 QWEN_WINDOW, QWEN_MAX_WINDOW_LAYERS = 4096, 28
-"""What a Qwen's config.json means where it does not say."""
+"""The defaults of a Qwen's config.json."""
 
 # The published WeDLM checkpoints leave `mask_token_id` null and use this row of
 # the padded Qwen vocabulary.
@@ -131,12 +128,12 @@ PUBLISHED_MASK_TOKEN_ID = 151665
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: the base frequency, and how the context was extended, if it was.
+    """The rotary embedding: its base, and how the context was extended, if it was.
 
     Attributes:
       theta: base of the geometric progression of wavelengths.
       rope_type: a key of `ROPE_FIELDS`.
-      parameters: the scaling's own numbers, under their Hugging Face names.
+      parameters: the parameters of the scaling, under their Hugging Face names.
     """
 
     theta: float = 10000.0
@@ -163,11 +160,11 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a Qwen2.5-, Qwen3-, Llama-, Mistral- or WeDLM-shaped decoder.
+    """The architecture of a Qwen2.5-, Qwen3-, Llama-, Mistral- or WeDLM-shaped decoder.
 
     ``mask_token_id`` is None if none has been chosen yet, as in stock checkpoints (see
-    `wedlm_jax.checkpoint.mask_token`): such a model only decodes autoregressively, unless it
-    ``has_drafter``, adapters that act on masks.
+    `wedlm_jax.checkpoint.mask_token`). Masks of such a model do not draft, unless it has adapters
+    that act on masks (``has_drafter``).
     """
 
     vocab_size: int
@@ -227,13 +224,13 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """The number of query heads that share one key/value head."""
         return self.num_attention_heads // self.num_key_value_heads
 
     @property
     def knows_masks(self) -> bool:
-        """Whether masks draft: the model was trained to fill them or has a drafter; stock
-        checkpoints were not."""
+        """Whether masks can draft: the model was trained to fill them, unlike stock checkpoints, or
+        has a drafter."""
         trained = self.model_type == "wedlm" and self.mask_token_id is not None
         return trained or self.has_drafter
 
@@ -257,8 +254,8 @@ class ModelConfig:
 
     @property
     def attention_per_place(self) -> int:
-        """Multiplications of a token's attention to one place, over all layers: for its score, and
-        for weighing its value. (A token's linear layers take one for each of their parameters.)"""
+        """The multiplications of a token's attention to one place, over all layers: for the score
+        and for the weighted value. (A token's linear layers take one for each parameter.)"""
         return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
 
@@ -301,13 +298,13 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
             )
     if rope_type in ("yarn", "llama3"):
         _add_original_length(scaling, raw)
-    # A configuration is a key of compiled programs, so it must be hashable throughout.
+    # A configuration is a key of compiled programs, so all of it must be hashable.
     parameters = {k: tuple(v) if isinstance(v, list) else v for k, v in scaling.items()}
     return RopeConfig(_number("rope_theta", theta), rope_type, tuple(sorted(parameters.items())))
 
 
 def _add_original_length(scaling: dict[str, Any], raw: dict[str, Any]) -> None:
-    """Adds the length that the model was trained at before its context was extended."""
+    """Adds the length at which the model was trained before its context was extended."""
     name = "original_max_position_embeddings"
     inside, outside = scaling.get(name), raw.get(name)
     if inside and outside and inside != outside:
@@ -341,11 +338,11 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
 
 
 def _first_windowed_layer(raw: dict[str, Any]) -> int | None:
-    """Returns the first layer whose attention a sliding window limits, as transformers has it; None
-    if there is none, by what ``layer_types`` does not say."""
+    """Returns the first layer whose attention has a sliding window, by the rules of transformers
+    for a file without ``layer_types``; None if there is none."""
     model_type = raw["model_type"]
-    # A Qwen's window has a size even where it is not used. In other families, and for whoever
-    # renamed one, a size is what uses it; a Mistral knows no other field, and has one by default.
+    # A Qwen's window has a size even if it is not used. In other families, and for renamed Qwens,
+    # a size alone enables it; Mistral has no other field, and a size by default.
     by_flag = model_type in ("qwen2", "qwen3")
     default = QWEN_WINDOW if raw.get("use_sliding_window") else None
     default = FAMILIES[model_type].defaults.get("sliding_window", default)
@@ -362,19 +359,19 @@ def _parts(raw: dict[str, Any]) -> dict[str, bool]:
     """Returns which of `PARTS` a model has.
 
     Raises:
-      InputError: the file says other than what models of its type have.
+      InputError: the file contradicts what models of its type have.
     """
-    model_type, had = raw["model_type"], FAMILIES[raw["model_type"]].parts
-    said = {name: bool(raw[name]) for name in PARTS if raw.get(name) is not None}
-    if had is not None:
-        parts = {name: name in had for name in PARTS}
+    model_type, of_family = raw["model_type"], FAMILIES[raw["model_type"]].parts
+    given = {name: bool(raw[name]) for name in PARTS if raw.get(name) is not None}
+    if of_family is not None:
+        parts = {name: name in of_family for name in PARTS}
     elif model_type == "llama":
-        biased = said.get("attention_bias", False)
+        biased = given.get("attention_bias", False)
         parts = {"qk_norm": False, "attention_bias": biased, "attention_out_bias": biased}
-        parts["mlp_bias"] = said.get("mlp_bias", False)
+        parts["mlp_bias"] = given.get("mlp_bias", False)
     else:
-        parts = {name: said.get(name, False) for name in PARTS}
-    for name, value in said.items():
+        parts = {name: given.get(name, False) for name in PARTS}
+    for name, value in given.items():
         if value != parts[name]:
             raise InputError(
                 f"model config: {name} {json.dumps(raw[name])} in a {model_type} model is not "
@@ -390,7 +387,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
       raw: the parsed file, of a ``model_type`` in `FAMILIES`.
 
     Raises:
-      InputError: a field is missing, malformed or asks for what is not supported.
+      InputError: a field is missing, malformed or not supported.
     """
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -434,7 +431,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig, *, dtype: str = "float32") -> dict[str, Any]:
-    """Writes ``config`` as the content of a Hugging Face ``config.json``."""
+    """Returns ``config`` as the content of a Hugging Face ``config.json``."""
     eos = config.eos_token_ids
     scaling = {"rope_type": config.rope.rope_type, **dict(config.rope.parameters)}
     raw: dict[str, Any] = {
@@ -466,21 +463,21 @@ CONFIG_FIELDS = [
         if field.name not in ("rope", "eos_token_ids")
     ),
 ]
-"""The names of a ``config.json`` that `config_from_hf` reads, and of what it takes as given."""
+"""The fields of a ``config.json`` that `config_from_hf` reads or takes for granted."""
 
 
 STOCK = "stock"
-"""Among the names of model types: the family whose models have the parameters at hand."""
+"""As the name of a model type: the stock family whose models have the same parameters."""
 
 
 def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -> dict[str, Any]:
-    """Returns the content of a ``config.json`` under another ``model_type``: the weights of a WeDLM
-    are those of a stock model, which other programs know.
+    """Returns the content of a ``config.json`` under another ``model_type``. A WeDLM has the same
+    parameters as a stock model, which other programs support.
 
     Args:
-      raw: the content as it stands.
-      model_type: one of `MODEL_TYPES`, or `STOCK`: the one of qwen3, qwen2 and llama that fits.
-      config: the architecture; ``raw`` may be silent where tensors tell.
+      raw: the current content.
+      model_type: one of `MODEL_TYPES`, or `STOCK` for the stock family that fits.
+      config: the architecture, parts of which ``raw`` may leave to the tensors.
 
     Raises:
       InputError: models of that type have other parameters.
@@ -496,11 +493,11 @@ def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -
             f"which this one has{fit}"
         )
     kept = {name: value for name, value in raw.items() if name != "auto_map"}
-    # Said aloud: what a config.json leaves out is told by its type.
+    # Written out, since the meaning of an omitted field depends on the type.
     full = config_to_hf(dataclasses.replace(config, model_type=chosen))
     stated = {name: value for name, value in full.items() if name in _STATED}
     if chosen == "mistral":
-        kept.pop("sliding_window", None)  # there a size is used, whatever the flag says
+        kept.pop("sliding_window", None)  # in a Mistral a size alone enables the window
     name = {"model_type": chosen, "architectures": [FAMILIES[chosen].architecture]}
     return {**stated, **kept, **parts, **name}
 
@@ -509,7 +506,7 @@ _STATED = (
     *("head_dim", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
     *("bos_token_id", "eos_token_id"),
 )
-"""Fields that mean different things in different families where they are left out."""
+"""Fields whose defaults differ between families."""
 
 
 def _fits(model_type: str, parts: Mapping[str, bool]) -> bool:
@@ -520,7 +517,7 @@ def _fits(model_type: str, parts: Mapping[str, bool]) -> bool:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-    """Reads ``folder/config.json`` as it stands."""
+    """Returns the content of ``folder/config.json``."""
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
 """Builds the dual-stream training batch on the device, from packed clean examples.
 
-Pure functions on static shapes, which run inside the jitted training step: the host sends clean
-tokens only, and every step masks them again. Source: WeDLM section 4.
+Pure functions on static shapes, which run inside the jitted training step: the host sends only
+clean tokens, and every step masks them anew. Source: WeDLM section 4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from wedlm_jax.masks import PAD_SEGMENT, DualStreamMask, copied_blocks
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Clean, block-aligned packed examples; arrays ``[R, L]`` but for the last two.
+    """Clean, block-aligned packed examples; arrays ``[R, L]``, except for the last two.
 
     Attributes:
       tokens: int32 token ids in logical order, sample after sample.
@@ -26,10 +26,10 @@ class PackedRows:
       segment_ids: int32, 1, 2, ... for the samples of an example, 0 for padding. A sample starts at
         a multiple of the block size.
       trainable: bool; False on prompt tokens (never masked, never a target) and padding.
-      source: bool ``[R, S]``, which of S sources of data an example is of; None where losses are
-        not told apart by source.
-      prediction_blocks: int32 ``[R, P]``, the blocks that are in the prediction stream, ascending,
-        all with a trainable token among them; L / B after the last. None: all blocks are.
+      source: bool ``[R, S]``, from which of S data sources an example comes; None if losses are not
+        reported by source.
+      prediction_blocks: int32 ``[R, P]``, the blocks in the prediction stream, ascending; these
+        include all blocks with a trainable token. L / B after the last. None for all blocks.
     """
 
     tokens: Array
@@ -43,17 +43,17 @@ class PackedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DualStreamBatch:
-    """The input of the model, and what the loss needs. N = P·B is the length of the prediction
-    stream, L if no block is left out of it.
+    """The model's input and what the loss needs. The prediction stream has N = P·B tokens, or L if
+    it has all blocks.
 
     Attributes:
       token_ids, positions: int32 ``[R, L + N]``, memory stream then prediction stream.
-      mask: attention mask.
+      mask: the attention mask.
       targets: int32 ``[R, N]``, the clean tokens in the prediction stream's physical order.
       masked: bool ``[R, N]``, which prediction tokens are masked, in physical order.
       mask_ratio: float32 ``[R, N]``, γ of each prediction token's block.
       next_targets: int32 ``[R, L]``, the token after each memory token.
-      next_valid: bool ``[R, L]``, whether that is an AR target: of the same sample, and trainable.
+      next_valid: bool ``[R, L]``, whether that is an AR target: in the same sample, and trainable.
       source: as in `PackedRows`.
     """
 
@@ -80,27 +80,27 @@ def sample_masks(
       key: a `jax.random.key`.
       trainable: bool ``[R, L]``, B dividing L.
       block_size: B.
-      suffix_share: the probability that a block has its last trainable tokens masked instead, as in
-        a window of verified decoding; static.
+      suffix_share: the probability that a block's last trainable tokens are masked instead, as in a
+        window of verified decoding; static.
 
     Returns:
-      ``masked`` bool ``[R, L]`` in logical order; ``mask_ratio`` float32 ``[R, L]``,
-      the block's γ in (0, 1] at each of its tokens.
+      ``masked`` bool ``[R, L]`` in logical order; ``mask_ratio`` float32 ``[R, L]``, the γ in
+      (0, 1] of each token's block.
     """
     rows, length = trainable.shape
     blocks = trainable.reshape(rows, length // block_size, block_size)
     ratio_key, order_key = jax.random.split(key)
     # uniform() is in [0, 1); the loss divides by γ, so it must be in (0, 1].
     ratio = 1.0 - jax.random.uniform(ratio_key, blocks.shape[:2])
-    # Of the trainable tokens only: γ = 1 masks the whole answer, never the prompt.
+    # Only trainable tokens count: γ = 1 masks the whole answer, never the prompt.
     count = jnp.round(ratio * blocks.sum(-1)).astype(jnp.int32)
     score = jax.random.uniform(order_key, blocks.shape)
     if suffix_share:
-        # A stream of its own, so that the share changes no other block's masks.
+        # A separate random stream, so that the share changes no other block's masks.
         is_suffix = jax.random.uniform(jax.random.fold_in(key, 2), count.shape) < suffix_share
-        # Scores that fall from left to right: the last tokens rank first.
-        from_behind = jnp.arange(block_size, 0, -1) / block_size
-        score = jnp.where(is_suffix[..., None], from_behind, score)
+        # Scores fall from left to right, so the last tokens rank first.
+        last_first = jnp.arange(block_size, 0, -1) / block_size
+        score = jnp.where(is_suffix[..., None], last_first, score)
     # The rank of a random score is a random permutation, so ranks below ``count`` are a uniform
     # choice without replacement, at static shapes. argsort of argsort turns scores into ranks.
     # Tokens that are not trainable rank last.
@@ -113,8 +113,8 @@ def sample_masks(
 def reorder_blocks(masked: Array, padding: Array, block_size: int) -> Array:
     """Reorders each block topologically: observed tokens, then masked ones, then padding.
 
-    Under the causal mask every masked token then sees all observed ones of its block, on both sides
-    of it, and observed tokens never see a mask.
+    Under the causal mask every masked token then sees all observed tokens of its block, on either
+    side, and observed tokens never see a mask.
 
     Args:
       masked, padding: bool ``[R, L]`` in logical order.
@@ -123,7 +123,7 @@ def reorder_blocks(masked: Array, padding: Array, block_size: int) -> Array:
       int32 ``[R, L]``: the logical index at each physical place.
     """
     rows, length = masked.shape
-    # Sorting by group alone; the sort is stable, so each group keeps its logical order:
+    # Sorted by group alone; the sort is stable, so each group keeps its logical order:
     #   logical    a  b  c  d        physical   a  c  b  d
     #   masked     .  1  .  1        positions  0  2  1  3
     group = jnp.where(padding, 2, masked.astype(jnp.int32))
@@ -135,7 +135,7 @@ def reorder_blocks(masked: Array, padding: Array, block_size: int) -> Array:
 def dual_stream(
     rows: PackedRows, masked: Array, mask_ratio: Array, *, block_size: int, mask_token_id: int
 ) -> DualStreamBatch:
-    """Concatenates the clean and the corrupted copy of every example.
+    """Concatenates a clean and a corrupted copy of every example.
 
     Args:
       rows: the clean examples.
@@ -154,17 +154,17 @@ def dual_stream(
     def physical(x: Array) -> Array:
         return jnp.take_along_axis(x, order, axis=1)
 
-    # A mask predicts the token at its own position, so its target is the clean token there, without
-    # AR's shift by one.
+    # A mask predicts the token at its own position, so its target is the clean token there, not the
+    # next one as in AR.
     targets = physical(rows.tokens)
     is_masked = physical(masked)
     if rows.prediction_blocks is not None:
-        # Behind the last block is padding.
+        # After the last block there is padding.
         is_masked &= mask.prediction_segments() != PAD_SEGMENT
     predicted_input = jnp.where(is_masked, mask_token_id, targets)
     next_targets, next_valid = next_token_targets(rows)
     return DualStreamBatch(
-        # The memory stream stays clean and in order: it is what committed text is in decoding.
+        # The memory stream stays clean and in order, like committed text in decoding.
         token_ids=jnp.concatenate([rows.tokens, predicted_input], axis=1),
         # Both copies of a token have its logical position; only the order in the arrays differs.
         positions=jnp.concatenate([rows.positions, physical(rows.positions)], axis=1),

@@ -1,25 +1,27 @@
-"""Trains masks beside a model that stays as it is: windows of masks that learn its own choices.
+"""Trains a drafter: masks that learn to predict the choices of a model that stays unchanged.
 
-A stock checkpoint decodes in mode `verified` with masks that draft (`wedlm_jax.decode.verified`):
-rows of text run the untouched weights, and adapters act on masks only. What a mask should say is
-what the model's own row says one place earlier, once it has read the tokens in between. That row is
-in the same forward, in the memory stream, and is the teacher for nothing.
+A stock checkpoint then decodes in mode `verified` with masks that draft
+(`wedlm_jax.decode.verified`): rows of text run the unchanged weights, and adapters act on masks
+only. A mask should predict what the model's own row predicts one place earlier, when it has read
+the tokens in between. That row is in the same forward, in the memory stream, so the teacher costs
+no extra forward.
 
-The prediction stream has P windows of W masks, each behind a token of the memory (its *anchor*)::
+The prediction stream has P windows of W masks, each following a place in the memory (its
+*anchor*)::
 
-              m0 m1 m2 m3 m4 m5  a0 a1 a2        anchor 2: two tokens of text stand before
-        a0     1  1  .  .  .  .   1  .  .        position 2: not used, the row of m1 knows it
+              m0 m1 m2 m3 m4 m5  a0 a1 a2        anchor 2: two tokens of text come before
+        a0     1  1  .  .  .  .   1  .  .        position 2: not used, the row of m1 predicts it
         a1     1  1  .  .  .  .   1  1  .        position 3: teacher m2
         a2     1  1  .  .  .  .   1  1  1        position 4: teacher m3
 
-This is a window of verified decoding without drafts. Its observed rows would be those of the
-memory, so the stream holds masks alone; and the memory depends on nothing that is trained, so the
+This is a window of verified decoding without drafts. Its observed rows would equal those of the
+memory, so the stream has only masks; and the memory depends on nothing that is trained, so the
 backward pass does not go through it (`Transformer.__call__`).
 
-A draft counts only if all drafts before it were right. So offset k has the weight
-Π_{0<j<k} overlap_j, without a gradient: with total variation the losses of a window then sum to
-1 - Π overlap_j, and as near offsets get better, farther ones come to count. A mask does not depend
-on those behind it, so a curriculum of growing windows is nothing but such weights.
+A draft counts only if all drafts before it are right. So offset k has the weight
+Π_{0<j<k} overlap_j, without a gradient. With total variation the losses of a window then sum to
+1 - Π overlap_j, and farther offsets gain weight as near ones improve. A mask does not depend on
+later masks, so these weights act as a curriculum of growing windows.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from wedlm_jax.model.distillation import distances
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class WindowBatch:
-    """The input of the model, and what the loss needs; N = P·W.
+    """The model's input and what the loss needs; N = P·W.
 
     Attributes:
       token_ids, positions: int32 ``[R, L + N]``, memory stream then windows.
-      mask: attention mask.
+      mask: the attention mask.
       targets: int32 ``[R, N]``, the tokens of the text at the masks' positions.
-      teachers: int32 ``[R, N]``, the memory token whose row predicts the same.
+      teachers: int32 ``[R, N]``, the memory token whose row predicts the same position.
       wanted: bool ``[R, N]``, the masks that learn.
     """
 
@@ -59,12 +61,12 @@ class WindowBatch:
 
 
 def draw_anchors(key: Array, rows: PackedRows, count: int) -> Array:
-    """Draws where windows stand, uniformly without replacement among the trainable tokens that have
-    text before them.
+    """Draws the places of windows, uniformly without replacement, among the trainable tokens that
+    have text before them.
 
     Args:
       key: a `jax.random.key`.
-      rows: arrays ``[L]``, of one row.
+      rows: a single row, arrays ``[L]``.
       count: P.
 
     Returns:
@@ -79,7 +81,7 @@ def draw_anchors(key: Array, rows: PackedRows, count: int) -> Array:
 
 
 def window_batch(rows: PackedRows, anchors: Array, width: int) -> WindowBatch:
-    """Puts windows of masks behind packed rows.
+    """Appends windows of masks to packed rows.
 
     Args:
       rows: arrays ``[R, L]``.
@@ -96,7 +98,7 @@ def window_batch(rows: PackedRows, anchors: Array, width: int) -> WindowBatch:
 
     first = jnp.repeat(taken(rows.segment_ids, jnp.minimum(anchors, length - 1)), width, axis=1)
     inside = (place < length) & (taken(rows.segment_ids) == first) & taken(rows.trainable)
-    # A window ends where its text does, or what is trained on: masks behind see those before.
+    # A window ends with its text or with the trainable tokens, since later masks see earlier ones.
     inside = jnp.cumprod(inside.reshape(batch, -1, width), axis=-1).astype(bool)
     segments = jnp.where(inside.reshape(batch, -1), first, PAD_SEGMENT)
     positions = jnp.where(segments != PAD_SEGMENT, taken(rows.positions), 0)
@@ -108,13 +110,13 @@ def window_batch(rows: PackedRows, anchors: Array, width: int) -> WindowBatch:
         ),
         targets=taken(rows.tokens),
         teachers=jnp.maximum(at - 1, 0),
-        # The first token is known to the row before it.
+        # The row before a window already predicts its first token.
         wanted=(inside & (offset > 0)).reshape(batch, -1),
     )
 
 
 def drafter_denominators(batch: WindowBatch) -> dict[str, Array]:
-    """Returns the number of windows that learn, and of masks by offset, ``[W - 1]``."""
+    """Returns the number of windows that learn, and the number of masks by offset, ``[W - 1]``."""
     wanted = _by_window(batch, batch.wanted)
     by_offset = wanted[..., 1:].sum(axis=(0, 1)).astype(jnp.float32)
     return {"windows": by_offset[0], "masks_by_offset": by_offset}
@@ -128,19 +130,19 @@ def drafter_loss(
     *,
     distance: str,
 ) -> tuple[Array, dict[str, Array]]:
-    """Returns this batch's share of the loss, Σ_k w_k d_k, a mean over windows.
+    """Returns this batch's share of the loss, Σ_k w_k d_k averaged over windows.
 
     Args:
-      model: with adapters on masks.
+      model: a model with adapters on masks.
       batch: R rows.
-      denominators: of the global batch, from `drafter_denominators`.
+      denominators: denominators of the global batch, from `drafter_denominators`.
       config: see `LossConfig`.
       distance: one of `wedlm_jax.model.distillation.DISTANCES`.
 
     Returns:
-      The scalar share, and shares of ``agreement_by_offset`` and ``overlap_by_offset``
+      The scalar share; and shares of ``agreement_by_offset`` and ``overlap_by_offset``
       (``[W - 1]``: how often a mask's likeliest token is the model's, and Σ min(p, q)), and of
-      ``tokens_per_forward``: a token that is known, and the drafts before the first that is wrong.
+      ``tokens_per_forward``: one token, and the drafts before the first wrong one.
     """
     hidden = hidden_states(model, batch.token_ids, batch.positions, batch.mask, config)
     length = batch.token_ids.shape[1] - batch.targets.shape[1]

@@ -1,4 +1,4 @@
-"""The error types of the command line, and what their messages are made of."""
+"""Error types, exit statuses, and helpers for messages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class InputError(ValueError):
 
 
 class BadData(InputError):
-    """Too much of what the input holds cannot be used. The command line exits with `BAD_DATA`."""
+    """Too many records of the input cannot be used. The command line exits with `BAD_DATA`."""
 
 
 class StorageFailure(Exception):
     """Storage refuses, or does not answer: a network, permissions, a full disk.
 
-    Nothing is wrong with what lies there, nor with the input, and the same call may succeed later.
-    Its message is one sentence that names the file and says what the storage said. The command
-    line prints it and exits with status `STORAGE_FAILED`.
+    Neither the input nor the stored data is at fault, and the same call may succeed later. The
+    message is one sentence that names the file and quotes the storage's error. The command line
+    prints it and exits with status `STORAGE_FAILED`.
     """
 
 
@@ -34,13 +34,13 @@ FAULT = 1
 BAD_INPUT = 2
 """Exit status after `InputError`, and after options that cannot be parsed."""
 BAD_DATA = 65
-"""Exit status after `BadData`, and of a job without a single good record: EX_DATAERR of
+"""Exit status after `BadData`, and after a job without a single good record: EX_DATAERR of
 sysexits.h."""
 STORAGE_FAILED = 74
 """Exit status after `StorageFailure`: EX_IOERR of sysexits.h."""
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
-"""Exit status after SIGINT, SIGPIPE and SIGTERM: 128 and the signal's number. None is 0, so a
-script that waits for the command does not go on without its result."""
+"""Exit status after SIGINT, SIGPIPE and SIGTERM: 128 plus the signal's number. None is 0, so that a
+script that waits for the command does not continue without its result."""
 
 EXIT_STATUS = {
     0: "done; of a server after SIGTERM: it has given its answers",
@@ -56,9 +56,8 @@ EXIT_STATUS = {
     PIPE_CLOSED: "whoever read the output has gone (SIGPIPE)",
     TERMINATED: "SIGTERM, as before a preemption; the same command goes on from what is kept",
 }
-"""What the status of every `wedlm` command means: the one table, which docs/reference.md prints.
-A restart loop goes on after all but 0, `BAD_INPUT` and `BAD_DATA`, and those that somebody asked
-for."""
+"""The meaning of every `wedlm` command's exit status, as printed in docs/reference.md. A restart
+loop should continue after all but 0, `BAD_INPUT`, `BAD_DATA` and signals that somebody sent."""
 
 CALLER_ERRORS = frozenset(
     {
@@ -67,12 +66,12 @@ CALLER_ERRORS = frozenset(
         *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
     }
 )
-"""What a file system says of a name or a permission that is wrong. All else it says (ENOSPC,
-EDQUOT, EIO, ESTALE, ETIMEDOUT, ...) is of its own state, which passes."""
+"""Errors of a file system that are due to a wrong name or permission. All others (ENOSPC, EDQUOT,
+EIO, ESTALE, ETIMEDOUT, ...) are due to its state, which may change."""
 
 
 def is_passing(error: OSError) -> bool:
-    """Returns whether the same call may succeed later: a full disk, as against a wrong name."""
+    """Returns whether the same call may succeed later, as with a full disk but not a wrong name."""
     return error.errno is not None and error.errno not in CALLER_ERRORS
 
 
@@ -81,18 +80,18 @@ def file_error(path: object, what: str, error: OSError) -> InputError | StorageF
 
     Args:
       path: path of the file or folder.
-      what: was refused: "cannot be written".
+      what: what was refused, such as "cannot be written".
       error: the file system's error.
 
     Returns:
-      `StorageFailure` where the refusal may pass, else `InputError`.
+      `StorageFailure` if the same call may succeed later, else `InputError`.
     """
     kind = StorageFailure if is_passing(error) else InputError
     return kind(f"{path}: {what} ({error.strerror or shortened(str(error))})")
 
 
 def exit_status(error: BaseException) -> int:
-    """Returns the status, of `EXIT_STATUS`, with which a command that ends by an error exits."""
+    """Returns the exit status, from `EXIT_STATUS`, of a command that ends with this error."""
     if isinstance(error, InputError):
         return BAD_DATA if isinstance(error, BadData) else BAD_INPUT
     if isinstance(error, CompilingInterrupted):
@@ -106,11 +105,11 @@ def exit_status(error: BaseException) -> int:
 
 
 class CompilingInterrupted(KeyboardInterrupt):
-    """A signal has come while a program was being compiled: the command ends, because its compiler
-    cannot be asked to stop.
+    """A signal has arrived while a program was being compiled. The command ends, because the
+    compiler cannot be interrupted.
 
     Attributes:
-      status: with which the command exits.
+      status: the command's exit status.
     """
 
     def __init__(self, status: int = INTERRUPTED):
@@ -228,8 +227,8 @@ SYNONYMS = {
     "infer": "generate",
     "inference": "generate",
 }
-"""What other programs call things, and what they are called here: of several words, the first that
-is known where the name was given. Some stand with their section, as others end alike."""
+"""Other programs' names, and the names used here. Of several, the first that is known in the place
+where the name was given applies. Some include their section, since others end alike."""
 
 ABSENT = {
     "beam_width": "there is no beam search",
@@ -240,42 +239,41 @@ ABSENT = {
     "trust_remote_code": "it is not needed: no code of a checkpoint is run",
     "use_beam_search": "there is no beam search",
 }
-"""What other programs have, and why nothing here is called so."""
+"""Options of other programs that have no equivalent here, and why."""
 
 
 ALIKE = 0.6
-"""The share of letters, or of words, that two names must have in common for one to be meant by the
-other."""
+"""The share of letters, or of words, that two names must have in common to count as similar."""
 
 
 def nearest(name: str, known: Iterable[str], alike: float = ALIKE) -> str | None:
-    """Returns the known name that is meant by an unknown one: what other programs call so, or that
-    with which it has the most letters or words in common; None where that is too little.
+    """Returns the known name that an unknown one probably means: the equivalent of another
+    program's name, or the most similar name; None if none is similar enough.
 
     Args:
       name: a name, a flag (``--max-new-tokens``), or a field with its section (``optimizer.lr``).
       known: known names of the same kind.
-      alike: how much they must have in common, as `ALIKE`.
+      alike: how similar they must be, as for `ALIKE`.
     """
-    section, _, own = _plain(name).rpartition(".")
+    section, _, base = _plain(name).rpartition(".")
     parts = {one: _plain(one).rpartition(".") for one in known}
 
     def closeness(one: str) -> float:
         """Compares the sections."""
         return difflib.SequenceMatcher(None, section, parts[one][0]).ratio()
 
-    called = SYNONYMS.get(own, "").split()
-    found = [one for other in called for one in parts if other in (_plain(one), parts[one][2])]
+    synonyms = SYNONYMS.get(base, "").split()
+    found = [one for other in synonyms for one in parts if other in (_plain(one), parts[one][2])]
     if found:
         same = [one for one in found if section and parts[one][0] == section]
         return (same or found)[0]
 
     def likeness(one: str) -> float:
-        """Compares the names in their sections, a little higher where these are the same."""
-        theirs = parts[one][2]
-        words, others = set(own.split("_")), set(theirs.split("_"))
+        """Compares the names without their sections, with a bonus if the sections are the same."""
+        other = parts[one][2]
+        words, others = set(base.split("_")), set(other.split("_"))
         common = 2 * len(words & others) / (len(words) + len(others))
-        letters = difflib.SequenceMatcher(None, own, theirs).ratio()
+        letters = difflib.SequenceMatcher(None, base, other).ratio()
         return max(common, letters) + 0.1 * (section != "" and parts[one][0] == section)
 
     best = max(parts, key=lambda one: likeness(one) + 0.3 * closeness(one), default=None)
@@ -283,12 +281,12 @@ def nearest(name: str, known: Iterable[str], alike: float = ALIKE) -> str | None
 
 
 def _plain(name: str) -> str:
-    """Returns a name without what only says of what kind it is."""
+    """Returns a name in lower case, without leading dashes or slashes, and with underscores."""
     return name.lstrip("-/").replace("-", "_").lower()
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a hint for an unknown name: the one that is meant, or all of them."""
+    """Returns a hint for an unknown name: the name that is probably meant, or all known names."""
     names = list(known)
     if reason := ABSENT.get(_plain(name)):
         return reason
@@ -297,20 +295,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def written(number: float) -> str:
-    """Returns a number of a message without an exponent, where it is an integer."""
+    """Formats a number for a message; integers have no exponent."""
     return f"{number:,.0f}" if float(number).is_integer() else f"{number:g}"
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:
-    """Refuses to begin what needs packages that are not installed.
+    """Refuses to start if required packages are not installed.
 
     Args:
-      what: needs them; begins the sentence.
+      what: what needs them; begins the sentence.
       extra: extra of this package that installs them.
       packages: the names under which they are imported.
 
     Raises:
-      InputError: naming the missing ones, and the command that installs them.
+      InputError: packages are missing; the message names them and the command that installs them.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -322,7 +320,7 @@ def require_extra(what: str, extra: str, *packages: str) -> None:
 
 
 def shortened(text: str, length: int = 200) -> str:
-    """Returns a text as part of a message: on one line, and cut to ``length`` characters."""
+    """Returns a text for use in a message: on one line, and cut to ``length`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 3] + "..."
 

@@ -1,8 +1,8 @@
-"""Calls that decode prompts: submit them to the engine's loop as there is room, and collect
-completions as they finish.
+"""Decodes prompts: submits them to the engine's loop as there is room, and collects completions as
+they finish.
 
-A caller holds a `Handle` of each sequence that it has submitted. Handles add what the engine does
-not know: text, and stop strings. `Generation` adds several samples of a prompt, and progress.
+A caller has a `Handle` for each sequence that it has submitted. Handles add what the engine does
+not know: text and stop strings. `Generation` adds several samples per prompt, and progress.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from wedlm_jax.params import SamplingParams, sample_seed
 from wedlm_jax.text import GrowingText, StopStrings, TextCodec
 
 WAITING = 16
-"""Requests that wait in the engine beside those that run, enough that no place stays empty."""
+"""How many requests wait in the engine in addition to running ones, so that no place stays empty.
+"""
 
 Prepared: TypeAlias = tuple[Sequence[int], SamplingParams]
 """A checked prompt: its token ids, and how it is decoded."""
 
 Windowed: TypeAlias = tuple[Sequence[int], SamplingParams, int | None]
-"""A checked prompt with a window of its own, None for the engine's."""
+"""A checked prompt with its window; None for the engine's."""
 
 LOOK_SECONDS = 0.1
-"""How often a call that waits for events looks whether it is to stop."""
+"""How often a call that waits for events checks whether it should stop."""
 
 
 class Mailbox:
-    """Where a thread waits for the events of its requests.
+    """Receives the events of requests for a thread that waits for them.
 
     Args:
-      seconds: as of a `Caller`.
+      seconds: passed to `Caller`.
     """
 
     def __init__(self, *, seconds: float | None = None):
@@ -46,7 +47,7 @@ class Mailbox:
         self.caller = Caller(self._events.put, seconds=seconds)
 
     def take(self) -> list[Event]:
-        """Returns what has come; waits for it if there is nothing, but not for long."""
+        """Returns the events that have arrived; waits up to `LOOK_SECONDS` if there are none."""
         events: list[Event] = []
         try:
             events += self._events.get(timeout=LOOK_SECONDS)
@@ -57,7 +58,7 @@ class Mailbox:
 
 
 class Counts(NamedTuple):
-    """The counts of a sequence so far, as a `Completion` has them."""
+    """The counts of a sequence so far, as in its `Completion`."""
 
     tokens: int = 0
     forwards: int = 0
@@ -65,21 +66,21 @@ class Counts(NamedTuple):
 
 
 class Handle:
-    """A sequence that its caller has submitted: takes its events in, and has its completion.
+    """A caller's handle of a submitted sequence: takes its events and builds its completion.
 
     Args:
-      loop: that decodes it, and that ends it when a stop string has come.
-      codec: the tokenizer; None where there is none.
-      prompt, params, window, traced: of its request.
-      caller: who gets its events, and hands them to `take`.
-      growing: whether its completion is wanted while it grows. Stop strings want it, too, since the
-        engine knows token ids alone; else the whole text is made at once, which is cheaper.
+      loop: the loop that decodes the sequence, and ends it at a stop string.
+      codec: the tokenizer; None if there is none.
+      prompt, params, window, traced: the fields of its request.
+      caller: receives its events, and must pass them to `take`.
+      growing: whether the completion is needed while it grows. Stop strings need it, too, since the
+        engine knows only token ids; otherwise the whole text is made at the end, which is cheaper.
 
     Attributes:
-      request: what is submitted.
-      completion: what has come so far, of a growing one; and all of it once it is over.
+      request: the request to submit.
+      completion: the completion so far, if it is growing; the whole completion at the end.
       counts: tokens, forwards and instances so far.
-      is_over: whether it has ended, for whatever reason: no event changes it any more.
+      is_over: whether the sequence has ended, for any reason; no event changes it after that.
     """
 
     def __init__(
@@ -107,10 +108,10 @@ class Handle:
         self._sent_tokens = self._sent_text = 0
 
     def take(self, event: Event) -> None:
-        """Takes an event of the sequence in.
+        """Updates the completion with an event of the sequence.
 
         Raises:
-          Exception: why it could not be decoded to its end.
+          Exception: the reason why it could not be decoded to its end.
         """
         if self.is_over or isinstance(event, Traced):
             return
@@ -125,14 +126,14 @@ class Handle:
             self._grow(event)
 
     def abort(self) -> None:
-        """Ends the sequence, unless it is over."""
+        """Ends the sequence unless it is over."""
         if not self.is_over:
             self.is_over = True
             self._loop.abort([self.request.number])
 
     def piece(self) -> Chunk | None:
-        """Returns what has come since the last piece and cannot change any more; None if there are
-        no new tokens. The texts of all pieces together are the completion's."""
+        """Returns what was added since the last piece and is final; None if there are no new
+        tokens. The texts of all pieces together are the completion's text."""
         completion = self.completion
         whole = completion.finish_reason is not None
         if len(completion.token_ids) == self._sent_tokens and not whole:
@@ -159,7 +160,7 @@ class Handle:
                 self._end(found)
 
     def _end(self, whole: Completion) -> None:
-        # A stop string cuts off what the same forwards have committed after it.
+        # A stop string cuts off tokens that the same forwards have committed after it.
         forwards, instances = whole.num_forwards, whole.num_token_instances
         self.counts = Counts(len(whole.token_ids), forwards, instances)
         self.completion, self.is_over = whole, True
@@ -171,7 +172,7 @@ class _Prompt:
 
     Attributes:
       place: its index among all prompts.
-      samples: those submitted so far.
+      samples: the samples submitted so far.
       failed: whether one of them could not be decoded.
     """
 
@@ -189,15 +190,15 @@ class Generation:
     """One call that decodes prompts: an iterator over batches of completions.
 
     Args:
-      loop: of the engine.
+      loop: the engine's loop.
       codec: the tokenizer; None if there is none.
-      prompts: read as they are needed.
-      total: how many, if known; for progress.
+      prompts: the prompts, read as they are needed.
+      total: how many prompts there are, if known; for progress.
       on_progress: called between bursts.
       stopping: once it returns True, prompts that have tokens already are finished and no others
         are started.
-      on_failure: called with the index of a prompt that could not be decoded to its end, and why;
-        by default the error is raised, and ends all.
+      on_failure: called with the index of a prompt that could not be decoded to its end, and the
+        error; by default the error is raised, which ends the call.
     """
 
     def __init__(
@@ -267,8 +268,8 @@ class Generation:
             self._under_way.pop(handle, None)
 
     def _drop_what_is_not_finished(self) -> None:
-        """Gives up prompts without tokens, and those with samples that were never submitted: no
-        more are started now, so these would never be complete."""
+        """Gives up prompts without tokens, and prompts with samples that were never submitted,
+        which would never be complete, since no more samples are started."""
 
         def never_complete(prompt: _Prompt) -> bool:
             begun = any(one.counts.tokens for one in prompt.samples)
@@ -320,7 +321,7 @@ class Generation:
 
 
 def sample_params(params: SamplingParams) -> Iterator[SamplingParams]:
-    """Yields the parameters of each of a prompt's ``n`` samples, as a request has them."""
+    """Yields the parameters of each of a prompt's ``n`` samples, for its request."""
     if params.n == 1:
         yield params
         return
@@ -330,7 +331,7 @@ def sample_params(params: SamplingParams) -> Iterator[SamplingParams]:
 
 
 def _extended(result: Completion, delta: TokenDelta, text: str | None) -> Completion:
-    """Returns the completion with the tokens of an event appended, whose text is then ``text``."""
+    """Returns the completion with an event's tokens appended, and with the new ``text``."""
     logprobs = result.logprobs
     if delta.logprobs is not None:
         logprobs = [*(logprobs or []), *delta.logprobs]

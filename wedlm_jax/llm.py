@@ -47,16 +47,17 @@ from wedlm_jax.text import (
 from wedlm_jax.told_once import ToldOnce
 
 MESH_AXES = {"tensor_parallel_size": "tensor", "tp": "tensor", "data_parallel_size": "data"}
-"""What other engines call the size of an axis of `LLM`'s mesh."""
+"""Other engines' names for the size of an axis of `LLM`'s mesh."""
 STREAM_SECONDS = 0.04
-"""Seconds of two bursts of a stream, each of which may bring a chunk: readers notice no less."""
+"""The seconds of two bursts of a stream, each of which may yield a chunk; readers notice no less.
+"""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _with_hints(method: Callable[P, T]) -> Callable[P, T]:
-    """Makes a call with an unknown keyword argument say what was probably meant."""
+    """Adds to the error for an unknown keyword argument what was probably meant."""
     of_model = method.__name__ == "__init__"
     known = [name for name in inspect.signature(method).parameters if name != "self"]
     known = ["model", *ENGINE_OPTIONS] if of_model else known
@@ -82,10 +83,10 @@ def _with_hints(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class LLM:
-    """Decodes with a checkpoint.
+    """A checkpoint loaded for decoding.
 
-    Several threads may use it at once: their sequences decode together, and each thread gets what
-    it would get alone.
+    Several threads may use it at once: their sequences decode together, and each thread gets the
+    results that it would get alone.
 
     Args:
       model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, a folder of LoRA
@@ -94,8 +95,8 @@ class LLM:
         ``max_batch_size`` or ``dtype``.
 
     Attributes:
-      name: of the model, as messages call it: as it was given.
-      default_params: of prompts that come without parameters.
+      name: the model's name in messages, as it was given.
+      default_params: sampling parameters of prompts that come without any.
     """
 
     @_with_hints
@@ -129,7 +130,7 @@ class LLM:
             )
             if config.drafter is not None:
                 weights = with_drafter(weights, self.folder, config.drafter, mesh)
-        # What a window was asked for, or left to us, and the model cannot have is said once.
+        # A notice, shown once, if the window was left to us and the model cannot have one.
         without = config.window_size in (None, "auto") and not weights.config.knows_masks
         self._told_once = ToldOnce(
             self.name, self.codec, weights.config.model_type if without else None
@@ -158,7 +159,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer, of `transformers`; None if the checkpoint has none."""
+        """The tokenizer of `transformers`; None if the checkpoint has none."""
         return None if self.codec is None else self.codec.tokenizer
 
     def warm_up(
@@ -167,13 +168,13 @@ class LLM:
         *,
         everything: bool = False,
     ) -> None:
-        """Compiles everything that prompts with these parameters can need, whatever their lengths.
+        """Compiles the programs for prompts of any length with these parameters.
 
         Args:
-          sampling_params: of the prompts to come; a prompt with other options compiles when it
-            arrives.
-          everything: also compile a program for all options. It is slower than one for a few, but
-            serves any prompt at once.
+          sampling_params: the parameters of later prompts; a prompt with other options compiles
+            when it arrives.
+          everything: also compile a program for all options. It is slower than one for a few
+            options, but serves any prompt at once.
         """
         given = sampling_params or [self.default_params]
         given = [given] if isinstance(given, SamplingParams) else given
@@ -202,10 +203,10 @@ class LLM:
           on_progress: called between bursts of forwards.
 
         Returns:
-          One completion per prompt, in order; with ``n`` above 1 its ``samples`` are all of them.
+          one completion per prompt, in order; if ``n`` is above 1, its ``samples`` has all ``n``.
 
         Raises:
-          InputError: before anything runs, if any prompt cannot be decoded.
+          InputError: a prompt cannot be decoded; raised before anything runs.
         """
         prepared = self.prepare(prompts, sampling_params, many_samples=True)
         results = dict(item for some in self.run(prepared, on_progress) for item in some)
@@ -222,12 +223,12 @@ class LLM:
         """Decodes prompts that `prepare` or `prepare_one` has checked.
 
         Args:
-          prompts: read as they are needed, a little ahead; a third item is a window (W) of their
-            own, that `Engine.check_window` has checked.
+          prompts: the prompts, read a little before they are needed; an optional third item is the
+            prompt's window (W), checked by `Engine.check_window`.
           on_progress: called between bursts of forwards.
           stopping: once it returns True, running prompts are finished and no others started.
-          on_failure: called with the index of a prompt that could not be decoded to its end (a
-            grammar that has grown beyond its limits), and why; by default that is raised.
+          on_failure: called with the index of a prompt that could not be decoded to its end (its
+            grammar exceeded its limits), and the error; by default the error is raised.
 
         Yields:
           batches of finished prompts, in no particular order: their indices in ``prompts``, and
@@ -260,7 +261,7 @@ class LLM:
 
         Args:
           conversations: messages with ``role`` and ``content``; one conversation or many.
-          tools, chat_template_kwargs: of all, as `chat_prompt` takes them.
+          tools, chat_template_kwargs: as for `chat_prompt`, for all conversations.
         """
         if not isinstance(conversations, Sequence) or isinstance(conversations, str):
             raise InputError(
@@ -288,9 +289,9 @@ class LLM:
         """Returns the token ids of a conversation, ready for the assistant's turn.
 
         Args:
-          messages: as `wedlm_jax.messages.checked_messages` takes them: those of OpenAI's clients,
-            tool calls and their results included.
-          tools: functions that the model may call, for templates that write them.
+          messages: messages in OpenAI's format, tool calls and their results included; see
+            `wedlm_jax.messages.checked_messages`.
+          tools: functions that the model may call, for templates that support them.
           chat_template_kwargs: variables of the template, such as ``{"enable_thinking": False}``.
 
         Raises:
@@ -304,16 +305,16 @@ class LLM:
     def score(
         self, prompts: Sequence[Prompt], completions: Sequence[Prompt], *, top: int = 0
     ) -> list[list[TokenLogprob]]:
-        """Returns the model's autoregressive log-probability of each token of given completions:
-        how probable AR decoding finds what masks, or another model, have written.
+        """Returns the model's autoregressive log-probability of each token of given completions,
+        such as those written by masks or by another model.
 
         Args:
           prompts, completions: texts or token-id lists, the same number of each. No prompt may be
             empty.
-          top: how many of the most probable tokens to return beside each.
+          top: how many of the most probable tokens to return for each place.
 
         Raises:
-          InputError: naming the first pair (from 0) that cannot be scored, and why.
+          InputError: a pair cannot be scored; the message names the first one (from 0), and why.
         """
         if len(prompts) != len(completions):
             raise InputError(
@@ -347,9 +348,9 @@ class LLM:
         character, of a stop string, or of a stop token.
 
         Args:
-          window: W, if it is not that of the engine; at most that.
+          window: W, at most the engine's window, which is the default.
           stopping: once it returns True, nothing more is decoded.
-          on_forward: called with each forward, which a program of its own then tells of.
+          on_forward: called with each forward; a separate program then records them.
         """
         token_ids, sampling = self.prepare([prompt], sampling_params)[0]
         if window is not None:
@@ -391,7 +392,7 @@ class LLM:
           many_samples: whether ``n`` may be above 1.
 
         Raises:
-          InputError: naming the first prompt (from 0) that cannot be decoded, and why.
+          InputError: a prompt cannot be decoded; the message names the first one (from 0), and why.
         """
         many, given = as_list(prompts), sampling_params
         each = for_each(many, self.default_params if given is None else given)
@@ -404,7 +405,7 @@ class LLM:
     def prepare_one(
         self, prompt: Prompt, sampling_params: SamplingParams, *, many_samples: bool = False
     ) -> Prepared:
-        """Does what `prepare` does, for one prompt."""
+        """Does the same as `prepare` for one prompt."""
         params = sampling_params
         if params.n > 1 and not many_samples:
             raise InputError(
@@ -424,10 +425,10 @@ class LLM:
         return token_ids, params
 
     def check_draft(self, params: SamplingParams) -> None:
-        """Refuses drafts that are asked for by name and cannot be had.
+        """Refuses a kind of drafts that is requested by name but not available.
 
         Raises:
-          InputError: saying why.
+          InputError: the drafts are not available; the message says why.
         """
         settings = self.engine.settings
         most = {"masks": settings.window, "lookup": settings.lookup}.get(params.draft)
@@ -441,10 +442,10 @@ class LLM:
         )
 
     def as_ids(self, prompt: Prompt) -> Sequence[int]:
-        """Returns the token ids of a prompt: those given, or those of its text.
+        """Returns the token ids of a prompt, which is a text or consists of token ids.
 
         Raises:
-          InputError: it is neither, or a text without a tokenizer.
+          InputError: the prompt is neither, or is a text and there is no tokenizer.
         """
         if isinstance(prompt, str):
             return self._require_codec("text prompts").encode(prompt)
@@ -473,7 +474,7 @@ class LLM:
 
 
 def _signature() -> inspect.Signature:
-    """Returns the arguments of `LLM`: its ``options`` hide them from editors and `help`."""
+    """Returns the arguments of `LLM`, which ``**options`` would hide from editors and `help`."""
     hints = get_type_hints(EngineConfig)
     model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
     options = [

@@ -1,9 +1,9 @@
-"""The training losses, as sums and denominators that are divided once.
+"""The training losses, as sums that are divided once by a global denominator.
 
-Denominators depend on the masks only, never on the parameters. So the caller sums them over the
+Denominators depend on the masks only, not on the parameters. So the caller sums them over the
 global batch (accumulation steps and devices included) before any gradient is computed, and every
-micro-batch contributes its exact share. A mean of the micro-batches' means would be another loss:
-it would weigh a token by the number of masks that it happens to share a micro-batch with.
+micro-batch contributes its exact share. A mean of the micro-batches' means would be another loss: a
+token's weight would depend on how many masks happen to be in its micro-batch.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from wedlm_jax.sharding import shards
 RATIO_EPSILON = 1e-8
 
 RATIO_BINS = 4
-"""Bins of the mask ratio, equal parts of (0, 1], for which the MLM loss is reported."""
+"""The number of bins of the mask ratio, equal parts of (0, 1], for which the MLM loss is reported.
+"""
 
 SUBLANES = 16
-"""Rows of a TPU's tile of bfloat16 numbers: chunks are multiples."""
+"""The rows of a TPU's bfloat16 tile; chunks are multiples of it."""
 
 WEIGHTINGS = ("inverse_ratio", "uniform")
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """Which loss, and how it is computed.
+    """The options of the loss and of its computation.
 
     Attributes:
-      weighting: "inverse_ratio" weighs a masked token by 1 / (γ + ε), "uniform" by 1.
+      weighting: "inverse_ratio" weights a masked token by 1 / (γ + ε), "uniform" by 1.
       ar_weight: a in (MLM + a·AR) / (1 + a).
-      chunk: the most tokens whose logits a device holds at once; see `head_chunks`.
+      chunk: the most tokens whose logits a device has in memory at once; see `head_chunks`.
       dtype, remat, attention, tile, unroll: passed to the model.
     """
 
@@ -57,8 +58,8 @@ class LossConfig:
 
 
 SURPRISE = 0.1
-"""The share of micro-batches that may need one chunk more than `head_chunks` says, at most: fewer
-would make the chunks of all larger."""
+"""The share of micro-batches that may need one more chunk than `head_chunks` plans. A smaller share
+would require larger chunks for all."""
 
 
 def head_chunks(
@@ -70,40 +71,41 @@ def head_chunks(
     batch: int,
     sequence: int,
 ) -> tuple[int, int]:
-    """Returns in how many chunks a device goes through the vocabulary loss of a micro-batch, and
-    the tokens of one: as few as ``most`` allows, and all of them full on the fullest device, for
-    which the others wait.
+    """Returns in how many chunks a device computes the vocabulary loss of a micro-batch, and the
+    tokens per chunk. There are as few chunks as ``most`` allows, and all are full on the device
+    with the most targets, for which the others wait.
 
-    Of a block of B, round(γB) are masked: B/2 on average, with variance (B² + 2) / 12. So a device
-    with n blocks has a normal number of masks, of variance σ² = n (B² + 2) / 12. It is z σ above
-    its mean with probability exp(-z²/2) / 2 at most, and that of one of N devices with N times
-    that at most. z is where this is `SURPRISE`. In the memory, all tokens that can be masked have
-    a target. Rows with prompts or padding have fewer targets, and take fewer chunks.
+    In a block of B tokens, round(γB) are masked: B/2 on average, with variance (B² + 2) / 12. So
+    the number of masks on a device with n blocks is about normal, with variance
+    σ² = n (B² + 2) / 12. It exceeds its mean by z σ with a probability of at most exp(-z²/2) / 2;
+    that any of N devices does has a probability of at most N times that. z is chosen so that this
+    is `SURPRISE`. In the memory, all tokens that can be masked have a target. Rows with prompts or
+    padding have fewer targets, and take fewer chunks.
 
     Args:
-      most: the most tokens of a chunk.
-      shape: rows of the micro-batch on all devices, and L.
+      most: the most tokens per chunk.
+      shape: the rows of the micro-batch over all devices, and L.
       prediction: tokens of a row's prediction stream; 0 without one.
       block_size: B.
-      batch, sequence: devices that share the rows, and that share the tokens of each.
+      batch, sequence: how many devices share the rows, and how many share the tokens of each row.
     """
     rows, length = -(-shape[0] // batch), shape[1]
     tokens = -(-(length + prediction) // sequence)
-    # Most targets are where most of the memory is: half of the others are masked.
+    # The device with most of the memory has the most targets; half of its other tokens are masked.
     memory = min(length, tokens)
     others = tokens - memory
     targets = min(memory, prediction or length) + others / 2
     deviation = math.sqrt(rows * others / block_size * (block_size**2 + 2) / 12)
     above = math.sqrt(2 * math.log(batch * sequence / (2 * SURPRISE)))
-    wanted = min(rows * targets + above * deviation, rows * tokens)
-    turns = math.ceil(wanted / most)
-    return turns, min(most, math.ceil(wanted / turns / SUBLANES) * SUBLANES)
+    expected = min(rows * targets + above * deviation, rows * tokens)
+    count = math.ceil(expected / most)
+    return count, min(most, math.ceil(expected / count / SUBLANES) * SUBLANES)
 
 
 def hidden_states(
     model: Transformer, token_ids: Array, positions: Array, mask: Mask, config: LossConfig
 ) -> Array:
-    """Returns the final hidden states ``[R, T, D]``, computed as the configuration says."""
+    """Returns the final hidden states ``[R, T, D]``, computed with the options of ``config``."""
     return model(
         token_ids,
         positions,
@@ -119,16 +121,17 @@ def hidden_states(
 def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
     """Returns the float32 weights wᵢ of the MLM loss, 0 where not masked (WeDLM eq. 8).
 
-    A block with ratio γ has about γ·B masks. Weighing each by 1/γ gives every block the same total
-    weight, whatever its ratio: the masked-diffusion bound on the likelihood, an average over γ.
+    A block with ratio γ has about γ·B masks. Weighting each by 1/γ gives every block the same total
+    weight: this is the masked-diffusion bound on the likelihood, an average over γ.
     """
     weights = 1.0 / (mask_ratio + RATIO_EPSILON) if weighting == "inverse_ratio" else 1.0
     return jnp.where(masked, weights, 0.0)
 
 
 def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, Array]:
-    """Returns Σ wᵢ over masked tokens, the number of masked tokens, and that of AR targets; where
-    rows tell their source the first and the last by source, too, and the tokens of each."""
+    """Returns Σ wᵢ over masked tokens, the number of masked tokens, in total and by mask ratio, and
+    the number of AR targets. If rows have a source, also the first and last of these, and the
+    number of tokens, by source."""
     weights = masked_weights(batch.masked, batch.mask_ratio, config.weighting)
     totals = {
         "mlm": weights.sum(),
@@ -170,11 +173,11 @@ def wedlm_loss(
       config: see `LossConfig`.
 
     Returns:
-      The scalar share of (MLM + a·AR) / (1 + a), and the shares of ``mlm_loss``,
-      ``ar_loss``, ``masked_accuracy``, ``ar_accuracy`` and ``mlm_loss_by_ratio``
-      (``[RATIO_BINS]``, the plain mean over the masks of a bin, however they are weighted), and
-      where rows tell their source ``mlm_loss_by_source`` and ``ar_loss_by_source`` (``[S]``);
-      each sums to the global batch's value over micro-batches.
+      The scalar share of (MLM + a·AR) / (1 + a), and the shares of ``mlm_loss``, ``ar_loss``,
+      ``masked_accuracy``, ``ar_accuracy`` and ``mlm_loss_by_ratio`` (``[RATIO_BINS]``, the
+      unweighted mean over the masks of a bin); if rows have a source, also of
+      ``mlm_loss_by_source`` and ``ar_loss_by_source`` (``[S]``). The shares of all micro-batches
+      sum to the global batch's values.
     """
     hidden = hidden_states(model, batch.token_ids, batch.positions, batch.mask, config)
     a = config.ar_weight
@@ -211,8 +214,8 @@ def wedlm_loss(
 
 
 def ar_denominators(rows: PackedRows) -> dict[str, Array]:
-    """Returns the number of next-token targets; where rows tell their source by source, too, and
-    the tokens of each."""
+    """Returns the number of next-token targets; if rows have a source, also these and the number of
+    tokens by source."""
     valid = next_token_targets(rows)[1]
     totals = {"ar": valid.sum().astype(jnp.float32)}
     if rows.source is None:
@@ -226,7 +229,7 @@ def ar_denominators(rows: PackedRows) -> dict[str, Array]:
 def ar_loss(
     model: Transformer, rows: PackedRows, denominators: dict[str, Array], config: LossConfig
 ) -> tuple[Array, dict[str, Array]]:
-    """Returns this batch's share of the plain next-token loss, as `wedlm_loss` does."""
+    """Returns this batch's share of the plain next-token loss, in the form of `wedlm_loss`."""
     targets, valid = next_token_targets(rows)
     mask = CausalMask(rows.segment_ids)
     hidden = hidden_states(model, rows.tokens, rows.positions, mask, config)
@@ -244,8 +247,8 @@ def ar_loss(
 def _chunk(
     config: LossConfig, memory: Array, prediction: Array | None = None, block_size: int = 1
 ) -> int:
-    """Returns the chunk of `head_chunks` for streams ``[R, L]`` and ``[R, N]`` on the current
-    mesh."""
+    """Returns the tokens per chunk, by `head_chunks`, for streams ``[R, L]`` and ``[R, N]`` on the
+    current mesh."""
     others = 0 if prediction is None else prediction.shape[1]
     over = {"batch": shards("batch"), "sequence": shards("length")}
     shape = memory.shape[0], memory.shape[1]

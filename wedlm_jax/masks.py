@@ -1,8 +1,8 @@
 """Attention masks: each attention pattern of WeDLM as a small specification.
 
-A mask is never stored as a matrix. It is a frozen dataclass that holds the few arrays that vary
-(segment ids) and can be asked for the dense 0/1 matrix (`dense`), which is the reference that every
-attention backend must match.
+A mask is never stored as a matrix. It is a frozen dataclass with the few arrays that vary, such as
+segment ids. Its method `dense` returns the 0/1 matrix, the reference that every attention backend
+must match.
 
 Rows are queries, columns are keys; both are in physical order.
 """
@@ -32,7 +32,7 @@ class CausalMask:
         1 1 1 1
 
     Attributes:
-      segment_ids: int32 ``[B, T]``, 0 for padding; None where a row is one text.
+      segment_ids: int32 ``[B, T]``, 0 for padding; None if each row is one text.
     """
 
     segment_ids: Array | None = None
@@ -62,22 +62,23 @@ class DualStreamMask:
         p3     1  1  .  .  .  .  1  1
 
     A block of the prediction stream sees the clean text before it, but not its own clean copy,
-    which would give the answers away: m2 and m3 are invisible to p2 and p3. This is what a window
-    of streaming decoding sees, too: committed text, then its own slots in physical order.
+    which would give the answers away: m2 and m3 are invisible to p2 and p3. A window of streaming
+    decoding sees the same: committed text, then its own slots in physical order.
 
     Samples are padded to whole blocks, so the pattern is the same for every row and only the
     segment ids vary. Source: WeDLM section 4.2.
 
-    Where ``before`` is given, the prediction stream has blocks of its own: `of_blocks` leaves out
-    those that have nothing to predict, as of a prompt (without the first, p0 and p1 above are not
-    there), and windows of masks stand behind any token (`wedlm_jax.drafter`).
+    With ``before``, the prediction stream is not a copy of all blocks. `of_blocks` leaves out
+    blocks that have nothing to predict, such as those of a prompt (p0 and p1 above would be absent
+    without the first block), and windows of masks may follow any token (`wedlm_jax.drafter`).
 
     Attributes:
-      segment_ids: int32 ``[B, L]`` of the memory stream; 0 for padding.
+      segment_ids: int32 ``[B, L]``, segment ids of the memory stream; 0 for padding.
       block_size: size of a block (B in the drawing).
-      before: int32 ``[B, P]``, how many tokens of the memory stand before each block of the
-        prediction stream. None: a copy of each block of the memory, whose length it divides.
-      segments: int32 ``[B, P * block_size]``, where ``before`` is given, of the prediction stream.
+      before: int32 ``[B, P]``, how many tokens of the memory come before each block of the
+        prediction stream. None if that is a copy of the memory, in whole blocks.
+      segments: int32 ``[B, P * block_size]``, segment ids of the prediction stream; required with
+        ``before``.
       unit: a power of two that divides all ``before``.
     """
 
@@ -89,11 +90,12 @@ class DualStreamMask:
 
     @classmethod
     def of_blocks(cls, segment_ids: Array, block_size: int, blocks: Array) -> DualStreamMask:
-        """Makes the mask of a prediction stream of some of the memory's blocks.
+        """Returns the mask of a prediction stream with some of the memory's blocks.
 
         Args:
           segment_ids, block_size: as above.
-          blocks: int32 ``[B, P]``, which they are, ascending; L / block_size or more for padding.
+          blocks: int32 ``[B, P]``, the numbers of the blocks, ascending; L / block_size or more for
+            padding.
         """
         copied = copied_blocks(segment_ids, blocks, block_size)
         inside = blocks < segment_ids.shape[1] // block_size
@@ -106,8 +108,8 @@ class DualStreamMask:
         return self.segment_ids if self.segments is None else self.segments
 
     def memory_before(self) -> Array:
-        """Returns how many tokens of the memory stand before the block of each prediction token,
-        int32 ``[B, P * block_size]``: what it may see there. ``[1, L]`` where rows are alike."""
+        """Returns how many tokens of the memory come before the block of each prediction token, and
+        so may be visible to it, int32 ``[B, P * block_size]``; ``[1, L]`` if all rows are alike."""
         if self.before is None:
             place = jnp.arange(self.segment_ids.shape[1])
             return (place // self.block_size * self.block_size)[None]
@@ -116,7 +118,7 @@ class DualStreamMask:
     def earlier(self) -> Array:
         """Returns which memory tokens each prediction token sees, bool
         ``[B, P * block_size, L]``."""
-        # Strictly earlier blocks: its own block's clean copy would give the answers away.
+        # Strictly earlier blocks, since its own block's clean copy would give the answers away.
         before = jnp.arange(self.segment_ids.shape[1]) < self.memory_before()[..., None]
         return before & _same_segment(self.prediction_segments(), self.segment_ids)
 
@@ -125,7 +127,7 @@ class DualStreamMask:
         batch, length = self.segment_ids.shape
         segments = self.prediction_segments()
         block = jnp.arange(segments.shape[1]) // self.block_size
-        # Within its block, causal in physical order: observed tokens come first.
+        # Within a block, causal in physical order, in which observed tokens come first.
         own = (block[:, None] == block[None, :]) & CausalMask(segments).dense(*segments.shape)
         memory = CausalMask(self.segment_ids).dense(batch, length)
         # Memory never sees the prediction stream: committed text does not depend on guesses.
@@ -138,8 +140,8 @@ def copied_blocks(x: Array, blocks: Array, block_size: int) -> Array:
 
     Args:
       x: any values.
-      blocks: int32 ``[R, P]``; after the last block, that is the last block.
-      block_size: divides L.
+      blocks: int32 ``[R, P]``; numbers after the last block are read as the last block.
+      block_size: size of a block; divides L.
     """
     rows = x.shape[0]
     cut = x.reshape(rows, -1, block_size)

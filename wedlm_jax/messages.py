@@ -1,8 +1,8 @@
-"""Conversations as callers write them, checked and turned into what chat templates take.
+"""Checks conversations and converts them to the form that chat templates take.
 
-Requests, records, questions and Python's callers come through here, so that a conversation means
-the same to all. What OpenAI's clients send is taken: contents in parts, contents that are null
-beside tool calls, arguments as JSON in a text.
+Requests, records, questions and Python callers all use this, so that a conversation means the same
+everywhere. The format of OpenAI's clients is accepted: contents in parts, null contents with tool
+calls, arguments as JSON text.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from typing import Any
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.fields import shown_value
 
-"""What may be a role: templates write it as it stands, where no other text is expected."""
-
 TEXTS = ("name", "tool_call_id", "reasoning_content")
-"""Keys of a message that hold a text, if anything."""
+"""Optional keys of a message whose values are texts."""
 
 MEDIA = ("image", "audio", "video", "file")
-"""What the name of a part says that is no text."""
+"""Words in the type of a part that is not text."""
 
 NEUTRAL: Mapping[str, Any] = {"refusal": None, "annotations": [], "audio": None}
-"""Keys of OpenAI's answers that say nothing with these values; such messages may come back."""
+"""Keys of OpenAI's answers, with values that have no meaning; clients send such messages back."""
 
 RESERVED = (
     "messages",
@@ -41,24 +39,24 @@ RESERVED = (
     "max_length",
     "tokenizer_kwargs",
 )
-"""What ``chat_template_kwargs`` cannot set."""
+"""Variables that ``chat_template_kwargs`` cannot set."""
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles that chat templates know. A misspelt role would be written into the prompt unnoticed.
-"function" and "ipython" are other names of "tool"."""
+"""Roles that chat templates know. Templates write a role unchecked, so a misspelt one would get
+into the prompt unnoticed. "function" and "ipython" are other names of "tool"."""
 
 
 class NotTaken(InputError):
-    """Refuses what other programs take and this one does not."""
+    """The input has something that other programs accept and this one does not."""
 
 
 def checked_messages(given: Any) -> list[dict[str, Any]]:
-    """Returns a conversation as chat templates take it: every content a text, every call's
-    arguments an object. Keys that are not known are kept: a template may read them.
+    """Returns a conversation in the form that chat templates take: every content is a text, every
+    call's arguments are an object. Unknown keys are kept, since a template may read them.
 
     Raises:
-      InputError: naming the message and what was expected.
+      InputError: a message is malformed; the error names it and what was expected.
     """
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not given:
         shown = shown_value(given)
@@ -67,15 +65,15 @@ def checked_messages(given: Any) -> list[dict[str, Any]]:
 
 
 def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
-    """Returns the variables that a chat template is given besides the messages.
+    """Returns the variables that a chat template is given in addition to the messages.
 
     Args:
-      tools: tools of a request or record: a list of objects; in a record also its JSON, since a
-        column of a table has one type.
-      kwargs: ``chat_template_kwargs``, such as ``{"enable_thinking": False}``; or its JSON.
+      tools: tools of a request or record: a list of objects, or its JSON as a text, since a table's
+        column has one type.
+      kwargs: ``chat_template_kwargs``, such as ``{"enable_thinking": False}``, or its JSON.
 
     Raises:
-      InputError: naming the field and what was expected.
+      InputError: a value is malformed; the message names the field and what was expected.
     """
     kwargs = _parsed(kwargs)
     if kwargs is not None and not isinstance(kwargs, Mapping):
@@ -94,7 +92,7 @@ def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    """Returns a value, or what its text says in JSON; a text that says nothing is none."""
+    """Returns a value, parsed if it is JSON text; None for an empty text."""
     if not isinstance(value, str):
         return value
     try:
@@ -106,7 +104,7 @@ def _parsed(value: Any) -> Any:
 def _message(given: Any, place: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise InputError(f"{place}: expected an object, not {shown_value(given)}")
-    # A table's row has all its columns: null is no value there.
+    # A table's row has all columns, with null for an absent value.
     fields = {name: value for name, value in given.items() if value is not None}
     for name, neutral in NEUTRAL.items():
         if name in fields and fields.pop(name) != neutral:
@@ -133,7 +131,7 @@ def _message(given: Any, place: str) -> dict[str, Any]:
 
 
 def _content(fields: Mapping[str, Any], calls: bool, place: str) -> str:
-    """Returns a message's content as one text: its parts are joined."""
+    """Returns a message's content as one text, with its parts joined."""
     content = fields.get("content")
     if content is None and (calls or fields.get("reasoning_content")):
         return ""
@@ -158,8 +156,8 @@ def _part(part: Any, place: str) -> str:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    """Returns a tool call with its arguments as an object, which templates write as JSON of their
-    own; as a text, they would write it within quotes."""
+    """Returns a tool call with its arguments as an object, which templates write as JSON; a text
+    would be written within quotes."""
     if not isinstance(call, Mapping):
         raise InputError(f"{place}: expected an object, not {shown_value(call)}")
     function = call.get("function")

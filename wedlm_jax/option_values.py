@@ -1,4 +1,4 @@
-"""What the field of an option may be: its bounds, and values that may be given in several ways.
+"""The valid values of options: their bounds, and values that may be given in several forms.
 
 Tested by tests/wedlm_jax/test_params.py.
 """
@@ -17,16 +17,16 @@ UNBOUNDED = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Describes a field of `SamplingParams` or `EngineConfig` beyond its type and default.
+    """The description of a field of `SamplingParams` or `EngineConfig` beyond type and default.
 
     Attributes:
       help: what it does.
       low, high: bounds of a number, inclusive.
       above: whether ``low`` itself is excluded.
       integer: whether a number must be an integer.
-      flag: whether it is true or false.
+      flag: whether it is a boolean.
       choices: the allowed texts.
-      also: texts that are allowed beside numbers.
+      also: texts that are allowed in addition to numbers.
       text: whether it is a text.
       none: what None means; None if None is refused.
       array: the dtype of its array ``[N]`` on the device; None if it has none.
@@ -52,7 +52,7 @@ class Option:
         """Refuses a value of the wrong type or outside the bounds; lists are not checked here.
 
         Raises:
-          InputError: naming the field.
+          InputError: the value is refused; the message names the field.
         """
         if (value is None and self.none is not None) or (self.also and value in self.also):
             return
@@ -89,7 +89,7 @@ def options_of(kind: type) -> dict[str, Option]:
 
 
 def is_token_id(value: object) -> bool:
-    """Returns whether a value can be the id of a token."""
+    """Returns whether a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -109,7 +109,7 @@ def as_bias(given: Any) -> dict[int, float]:
 
 
 def as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Returns ``bad_words`` as texts and tuples of token ids; one text is a list of one."""
+    """Returns ``bad_words`` as texts and tuples of token ids; a single text counts as a list."""
     words: list[str | tuple[int, ...]] = []
     if given is not None and not isinstance(given, str | list | tuple):
         raise InputError(f"bad_words: expected texts or lists of token ids, not {given!r}")
@@ -124,9 +124,9 @@ def as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
 
 
 def as_schema(given: Any) -> str | None:
-    """Returns ``json_schema`` as a text of JSON, which can be hashed and compared. Its keys keep
-    their order: it is that of the completion's. A model of pydantic, or what else has
-    ``model_json_schema``, says its schema itself."""
+    """Returns ``json_schema`` as JSON text, which can be hashed and compared. Its keys keep their
+    order, which is also their order in the completion. A pydantic model, or any object with
+    ``model_json_schema``, is replaced by its schema."""
     refusal = "json_schema: expected a JSON schema, an object or its text"
     if given is None:
         return None

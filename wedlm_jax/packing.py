@@ -1,8 +1,7 @@
-"""Block-aligned packing: puts samples of any length into packed examples of one length, on the
-host.
+"""Block-aligned packing of samples of any length into examples of one length, on the host.
 
-Every sample is padded to a multiple of the block size. So blocks are the same static pattern in
-every packed example, and only segment ids vary.
+Every sample is padded to a multiple of the block size, so blocks are the same static pattern in
+every packed example and only segment ids vary.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ def pack(
     """Packs samples first-fit into a bounded number of open examples.
 
     Args:
-      samples: each at most ``row_length`` tokens.
+      samples: samples of at most ``row_length`` tokens each.
       row_length: L, the length of a packed example, a multiple of ``block_size``.
-      block_size: B; the room that a sample takes is rounded up to it.
-      open_rows: examples that are open at a time; when a sample fits into none of them, the fullest
-        is emitted.
+      block_size: B; the room for a sample is rounded up to a multiple of it.
+      open_rows: how many examples are open at a time; when a sample fits into none of them, the
+        fullest is emitted.
 
     Yields:
       the samples of one packed example, in order.
@@ -52,11 +51,11 @@ def pack(
             raise InputError(
                 f"sample {number} has {size} tokens; a packed example takes 1 to {row_length}"
             )
-        # Rounded up to whole blocks: the next sample begins a block of its own.
+        # Rounded up to whole blocks, so that the next sample begins a new block.
         room = -(-size // block_size) * block_size
         place = next((i for i, (used, _) in enumerate(rows) if used + room <= row_length), None)
         if place is None:
-            # Bounded, so that a stream without end is packed in bounded memory.
+            # Bounded, so that an endless stream is packed in bounded memory.
             if len(rows) == open_rows:
                 fullest = max(range(len(rows)), key=lambda i: rows[i][0])
                 yield rows.pop(fullest)[1]
@@ -72,7 +71,7 @@ def pack(
 def row_arrays(
     samples: list[TokenisedSample], *, row_length: int, block_size: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """Makes the arrays of one packed example: the fields of `wedlm_jax.corruption.PackedRows`,
+    """Returns the arrays of one packed example: fields of `wedlm_jax.corruption.PackedRows`,
     ``[L]`` each."""
     row = {
         "tokens": np.full(row_length, pad_token_id, np.int32),
@@ -85,7 +84,7 @@ def row_arrays(
         size = len(sample.tokens)
         here = slice(start, start + size)
         row["tokens"][here] = sample.tokens
-        # Positions start from 0: a sample is trained as if it were alone.
+        # Positions start from 0, so that a sample is trained as if it were alone.
         row["positions"][here] = np.arange(size)
         row["segment_ids"][here] = segment
         row["trainable"][here] = sample.trainable
@@ -94,15 +93,15 @@ def row_arrays(
 
 
 def trainable_blocks(trainable: np.ndarray, block_size: int) -> np.ndarray:
-    """Returns which blocks have a token to mask: bool ``[..., L / B]`` of flags ``[..., L]``."""
+    """Returns which blocks have a trainable token: bool ``[..., L / B]`` of flags ``[..., L]``."""
     blocks = trainable.reshape(*trainable.shape[:-1], -1, block_size)
     return np.asarray(blocks.any(-1))
 
 
 def blocks_to_predict(samples: Iterable[TokenisedSample], block_size: int) -> int:
-    """Counts the blocks of an example that have a token to mask."""
+    """Returns how many blocks of an example have a trainable token."""
 
-    # Each sample begins a block.
+    # Each sample begins a new block.
     def of_one(trainable: np.ndarray) -> int:
         starts = np.arange(0, len(trainable), block_size)
         return int(np.logical_or.reduceat(trainable, starts).sum())
@@ -111,12 +110,12 @@ def blocks_to_predict(samples: Iterable[TokenisedSample], block_size: int) -> in
 
 
 def prediction_blocks(trainable: np.ndarray, block_size: int, count: int) -> np.ndarray:
-    """Lists the blocks of an example that its prediction stream has to hold.
+    """Returns the numbers of the blocks that an example's prediction stream must have.
 
     Args:
       trainable: bool ``[L]``.
       block_size: B.
-      count: P, the blocks that it has room for.
+      count: P, how many blocks the stream has room for.
 
     Returns:
       int32 ``[P]`` as in `wedlm_jax.corruption.PackedRows`.

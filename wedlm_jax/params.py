@@ -1,8 +1,8 @@
 """`SamplingParams`: how one prompt is decoded.
 
-Each field states once what it means, which values it may have, and its array on the device. The
-checks of `SamplingParams`, the arrays of `wedlm_jax.decode.options`, command-line flags, checks of
-JSON and tables of documents are all made from that (see `OPTIONS`).
+Each field states its meaning, its valid values and its array on the device once. The checks of
+`SamplingParams`, the arrays of `wedlm_jax.decode.options`, command-line flags, checks of JSON and
+the tables in the documentation are all generated from that (see `OPTIONS`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ NO_TOKEN = -1
 """Pads arrays of token ids."""
 
 MOST_LOGPROBS = 20
-"""The most alternatives of a token."""
+"""The most alternatives that are reported for a token."""
 
 MOST_SAMPLES = 128
-"""The most completions of one prompt: all wait in one result until the last is done."""
+"""The most completions of one prompt; its result waits for the last of them."""
 
 MODES = ("paper", "verified", "ar")
 DEFAULT_MODE = "verified"
@@ -33,11 +33,11 @@ DRAFTS = ("auto", "lookup", "masks", "none")
 class SamplingParams:
     """How one prompt is decoded.
 
-    The meaning of a field is stated beside it; docs/sampling.md says what it means when
+    Each field's meaning is stated with the field; docs/sampling.md explains what it means when
     several masks are filled at a time.
 
     Raises:
-      InputError: naming the field and what was expected.
+      InputError: a value is not valid; the message names the field and what was expected.
     """
 
     temperature: Annotated[
@@ -190,7 +190,7 @@ class SamplingParams:
             trait="penalties",
         ),
     ] = 0.0
-    # A dict cannot be hashed, and equal parameters hash alike without it.
+    # A dict cannot be hashed; without it equal parameters still have equal hashes.
     logit_bias: Annotated[
         Mapping[int, float],
         Option("numbers added to the logits of token ids, before anything else", none="none"),
@@ -259,7 +259,7 @@ class SamplingParams:
     ] = 2.0
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Refuses unknown fields with a hint that Python's own message lacks."""
+        """Refuses unknown fields, with a hint that Python's message lacks."""
         for name in given:
             if name not in OPTIONS:
                 raise InputError(f"unknown sampling field {name!r}; {did_you_mean(name, OPTIONS)}")
@@ -311,7 +311,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> tuple[str, str] | None:
-        """The field that constrains the whole completion, and its value; None if none does."""
+        """The name and value of the field that constrains the completion; None if none does."""
         for name in ("json_schema", "regex"):
             if (value := getattr(self, name)) is not None:
                 return name, value
@@ -319,13 +319,13 @@ class SamplingParams:
 
     @property
     def has_penalty(self) -> bool:
-        """Whether any of the three penalties changes something."""
+        """Whether any of the three penalties has an effect."""
         penalties = (self.presence_penalty, self.frequency_penalty)
         return self.repetition_penalty != 1 or penalties != (0, 0)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether tokens are sampled from less than the whole vocabulary."""
+        """Whether tokens are sampled from a part of the vocabulary."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
@@ -339,10 +339,10 @@ OPTIONS: Mapping[str, Option] = options_of(SamplingParams)
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """Returns the seed of a prompt's sample, counted from 0; the first has the prompt's own."""
+    """Returns the seed of a prompt's sample, counted from 0; the first has the prompt's seed."""
     if sample == 0:
         return seed
-    import numpy as np  # not above: a command's --help is to come at once
+    import numpy as np  # not at the top, to keep a command's --help fast
 
-    # Not seed + sample: neighbouring seeds are often those of other prompts.
+    # Not seed + sample, since neighbouring seeds are often used for other prompts.
     return int(np.random.SeedSequence([seed, sample]).generate_state(1)[0])

@@ -1,14 +1,14 @@
-"""Sharding: maps array axes to mesh axes, in this one place.
+"""Sharding: the single place that maps array axes to mesh axes.
 
-Three steps, each a table or a small function: a parameter's name gives the names of its axes
-(`PARAMETER_AXES`), an axis name gives mesh axes (`AXIS_RULES`), and the compiler does the
-rest. The mesh has four axes:
+A parameter's name determines the names of its axes (`PARAMETER_AXES`), an axis name determines mesh
+axes (`AXIS_RULES`), and the compiler does the rest. The mesh has four axes:
 
 * ``data``: whole replicas of the parameters; gradients are summed over it.
-* ``fsdp``: the batch again; parameters and optimizer state are sharded along their hidden axis.
+* ``fsdp``: also shards the batch; parameters and optimizer state are sharded along their hidden
+  axis.
 * ``tensor``: heads, the MLP's inner axis and the vocabulary.
 * ``sequence``: the positions of an example outside attention, heads within it (Ulysses). For
-  examples so long that one does not fit on a device, if there are enough heads.
+  examples too long for one device, if there are enough heads.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ AXIS_RULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "length": ("sequence",),
         "attention_heads": ("tensor", "sequence"),
         "vocab": ("tensor",),
-        # Each replica has its own sequences, with their flat tokens whole on every device.
+        # Each replica has its own sequences, whose flat tokens are replicated on its devices.
         "sequences": ("data",),
         "tokens": (),
         # Parameters.
         "hidden": ("fsdp",),
         "heads": ("tensor",),
         "mlp": ("tensor",),
-        # Whole on every device.
+        # Replicated.
         "layers": (),
         "features": (),
     }
@@ -73,16 +73,18 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Axis names by the end of a parameter's path. Under ``layers`` an axis of layers comes first,
-unless the layers lie apart and are numbered."""
+unless the layers are apart and numbered."""
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """Makes a mesh of all devices, laid out so that neighbours on it are neighbours in hardware.
+    """Returns a mesh of all devices, laid out so that neighbours on it are neighbours in hardware.
 
     Args:
-      sizes: a size for some of `MESH_AXES`; others are 1. One may be -1: the remaining devices.
-      devices: by default all of this job. If they are several TPU slices, ``data`` goes over the
-        slices first: the slow network between them then carries nothing but sums of gradients.
+      sizes: sizes of some of `MESH_AXES`; the others are 1. One may be -1, for the remaining
+        devices.
+      devices: the devices; by default all of this job. If they form several TPU slices, ``data``
+        goes over the slices first, so that the slow network between them carries only sums of
+        gradients.
 
     Raises:
       InputError: an unknown axis, a size below 1, a product that is not the device count, or
@@ -98,8 +100,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     if len(devices) % known == 0:
         shape = [len(devices) // known if size == -1 else size for size in shape]
     if math.prod(shape) != len(devices):
-        wanted = ", ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
-        raise InputError(f"mesh: {wanted} does not make {len(devices)} devices")
+        given = ", ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
+        raise InputError(f"mesh: {given} does not make {len(devices)} devices")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         return Mesh(_over_slices(shape, slices, devices), MESH_AXES, axis_types=_AXIS_TYPES)
@@ -107,10 +109,10 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
 
 
 def make_local_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Makes a mesh of some devices of this process, to decode on.
+    """Returns a mesh of some devices of this process, for decoding.
 
     Args:
-      sizes: a size for some of `DECODING_AXES`; others are 1.
+      sizes: sizes of some of `DECODING_AXES`; the others are 1.
 
     Raises:
       InputError: another axis, or more devices than there are.
@@ -137,7 +139,7 @@ def _over_slices(shape: Sequence[int], slices: int, devices: Sequence[Any]) -> n
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:
-    """Returns the mesh axes of an array whose axes have these names (None: not sharded)."""
+    """Returns the mesh axes of an array by the names of its axes; None for an unsharded axis."""
     return PartitionSpec(*((AXIS_RULES[axis] or None) if axis else None for axis in axes))
 
 
@@ -145,9 +147,9 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
     """Returns the axis names of the parameter at ``path`` (parts joined by ``/``), or of an
     optimizer moment of it; None for anything else, such as a step count."""
     parts = [part for part in path.split("/") if part != "value"]
-    # A matrix of 8-bit integers has a scale for each output, `wedlm_jax.model.quantization`.
+    # A matrix of 8-bit integers has a scale for each output (`wedlm_jax.model.quantization`).
     rounded = parts.pop() if parts[-2:-1] in (["weight"], ["lm_head"]) else None
-    if parts[-2:-1] == ["adapter"]:  # those of its matrix, the rank whole on every device
+    if parts[-2:-1] == ["adapter"]:  # the axes of its matrix, with an unsharded rank
         n_out, n_in = PARAMETER_AXES[f"{parts[-3]}/weight"]
         axes: tuple[str, ...] = ("features", n_in) if parts[-1] == "a" else (n_out, "features")
     else:
@@ -158,7 +160,7 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
 
 
 def _are_stacked(parts: Sequence[str]) -> bool:
-    """Returns whether a path names a parameter of all layers, not that of a numbered one."""
+    """Returns whether a path names a parameter of all layers, not of a numbered layer."""
     return "layers" in parts and not parts[parts.index("layers") + 1].isdigit()
 
 
@@ -179,20 +181,20 @@ def tree_shardings(mesh: Mesh, tree: Any) -> Any:
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of the arrays ``[A, R, L]`` of a global batch: R over ``data`` and
-    ``fsdp``. Packed examples stay whole: the dual stream is built from them, and sharded, on the
-    device."""
+    ``fsdp``. Packed examples are not cut; the dual stream is built from them, and then sharded, on
+    the device."""
     return NamedSharding(mesh, spec((None, "batch")))
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """Lays out ``x`` as `AXIS_RULES` says; returns ``x`` itself without a current mesh."""
+    """Shards ``x`` by `AXIS_RULES`; returns ``x`` itself without a current mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     return jax.lax.with_sharding_constraint(x, spec(axes))
 
 
 def constrain_tree(tree: Any) -> Any:
-    """Lays out a tree of parameters, gradients or moments as the rules say; returns the tree itself
+    """Shards a tree of parameters, gradients or moments by the rules; returns the tree itself
     without a current mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
@@ -200,7 +202,7 @@ def constrain_tree(tree: Any) -> Any:
 
 
 def shards(axis: str) -> int:
-    """Returns into how many shards the current mesh divides an axis; 1 without a mesh."""
+    """Returns the number of shards of an axis on the current mesh; 1 without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.prod(mesh.shape[name] for name in AXIS_RULES[axis])
 
@@ -224,12 +226,12 @@ def on_own_tokens(
     """Makes each device run ``function`` on its own tokens of the batch; the compiler still shards
     the other axes of the mesh. Returns ``function`` itself without a current mesh.
 
-    An argument without a "batch" or "length" axis is gathered once before, whatever loops
-    ``function`` contains. Within it, `constrain` must leave the axes of `_TOKEN_AXES` out, and a
-    sum over all tokens is made by `sum_over_tokens`.
+    An argument without a "batch" or "length" axis is gathered once in advance, even if ``function``
+    contains loops. Within ``function``, `constrain` must not use the axes of `_TOKEN_AXES`, and
+    sums over all tokens need `sum_over_tokens`.
 
     Args:
-      arguments, results: the axes of each.
+      arguments, results: the axis names of each argument and each result.
     """
     if jax.sharding.get_abstract_mesh().empty:
         return function
@@ -246,14 +248,14 @@ _TOKEN_AXES = ("data", "fsdp", "sequence")
 
 
 def _over_tokens(axes: Sequence[str | None]) -> PartitionSpec:
-    """Returns `spec`, but for the axes that the compiler shards."""
-    own = [[n for n in AXIS_RULES[axis] if n in _TOKEN_AXES] if axis else [] for axis in axes]
-    return PartitionSpec(*(tuple(names) or None for names in own))
+    """Returns `spec` without the axes that the compiler shards."""
+    manual = [[n for n in AXIS_RULES[axis] if n in _TOKEN_AXES] if axis else [] for axis in axes]
+    return PartitionSpec(*(tuple(names) or None for names in manual))
 
 
 def sum_over_tokens(x: Array, axis: str, dimension: int) -> Array:
-    """Sums each device's ``x``, in its dtype, within `on_own_tokens`; a dimension, named ``axis``,
-    is cut as `AXIS_RULES` says. Returns ``x`` itself without a current mesh."""
+    """Sums ``x`` over devices, in its dtype, within `on_own_tokens`; ``dimension``, whose axis name
+    is ``axis``, is sharded by `AXIS_RULES`. Returns ``x`` itself without a current mesh."""
     if jax.sharding.get_abstract_mesh().empty:
         return x
     scattered = AXIS_RULES[axis]
@@ -271,7 +273,7 @@ def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_tokens: in
       row_tokens: tokens of one row, all streams included.
 
     Raises:
-      InputError: naming the size and the mesh axes.
+      InputError: a size is not divisible; the message names it and the mesh axes.
     """
     sizes = {
         "rows": (rows, "batch"),
@@ -292,11 +294,11 @@ def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_tokens: in
 
 def on_replicas(function: Callable[..., Any], *, whole: Sequence[int] = (0,)) -> Callable[..., Any]:
     """Makes each replica of the ``data`` axis run ``function`` on its own shard of the first axis
-    of every array. Scalars, and the arguments numbered in ``whole``, are the same for all. The
-    compiler still shards the other axes of the mesh. Returns ``function`` itself for a single
+    of every array. Scalars, and the arguments whose numbers are in ``whole``, are the same for all.
+    The compiler still shards the other axes of the mesh. Returns ``function`` itself for a single
     replica.
 
-    Replicas may loop a different number of times, since no collective crosses them.
+    Replicas may run different numbers of iterations, since no collective crosses them.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape["data"] == 1:

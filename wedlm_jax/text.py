@@ -23,12 +23,12 @@ from wedlm_jax.params import SamplingParams
 from wedlm_jax.typed_tokens import MARK, TypedTokens
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer decodes the incomplete bytes of a character to."""
+"""The character to which tokenizers decode the incomplete bytes of a character."""
 
 
 def _bytes_by_letter() -> dict[str, int]:
-    """Returns the byte that each letter of byte-level BPE stands for: a printable one itself, and
-    the others letters from U+0100 on, in order."""
+    """Returns the byte that each letter of byte-level BPE stands for. Printable bytes stand for
+    themselves; the others have letters from U+0100 on, in order."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
     letters = {chr(byte): byte for byte in shown}
@@ -38,10 +38,10 @@ def _bytes_by_letter() -> dict[str, int]:
 BYTES = _bytes_by_letter()
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-"""A token of one byte, in vocabularies that fall back to these."""
+"""A token of one byte, in vocabularies with byte fallback."""
 
 SETTLED_BEHIND = 32
-"""Last tokens of a growing text that are decoded again with those that follow."""
+"""How many of the last tokens of a growing text are decoded again together with later ones."""
 
 NO_LIMIT = 10**30
 """The value that transformers uses for a tokenizer without a maximal length."""
@@ -62,8 +62,8 @@ class TextCodec:
     Attributes:
       tokenizer: a tokenizer of `transformers`.
       variables: variables of the chat template, for conversations that do not set them.
-      trust_special_tokens: whether special tokens that stand in messages are what they spell, not
-        text (`wedlm_jax.typed_tokens`).
+      trust_special_tokens: whether special tokens in messages are read as such, not as text
+        (`wedlm_jax.typed_tokens`).
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class TextCodec:
         variables: Mapping[str, Any] | None = None,
         trust_special_tokens: bool = False,
     ) -> TextCodec | None:
-        """Loads the tokenizer in ``folder``; None if it has none.
+        """Loads the tokenizer in ``folder``; returns None if it has none.
 
         Args:
           variables, trust_special_tokens: as in the class.
 
         Raises:
-          InputError: naming the file that is truncated or malformed.
+          InputError: a file is truncated or malformed; the message names it.
         """
         fast = folder / "tokenizer.json"
         if not fast.exists() and not (folder / "vocab.json").exists():
@@ -100,8 +100,8 @@ class TextCodec:
         with _quiet_transformers():
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-            # tokenizer.json describes itself. Without it the class follows from config.json, but
-            # transformers does not know every model_type.
+            # tokenizer.json is self-contained. Without it, transformers infers the class from
+            # config.json, but does not know every model_type.
             kind = PreTrainedTokenizerFast if fast.exists() else AutoTokenizer
             try:
                 # The engine checks lengths, against the model instead of the tokenizer.
@@ -121,7 +121,7 @@ class TextCodec:
 
     @functools.cached_property
     def token_ids(self) -> frozenset[int]:
-        """The ids that the tokenizer knows. A model may have rows for more."""
+        """The ids that the tokenizer knows; a model may have rows for more."""
         return frozenset(self.tokenizer.get_vocab().values())
 
     @property
@@ -130,25 +130,25 @@ class TextCodec:
 
     @property
     def chat_end(self) -> str | None:
-        """The token that ends both a turn of the chat template and a completion, as in models that
-        were tuned to answer; None if there is no such token."""
+        """The token that ends both a turn of the chat template and a completion, as in instruction-
+        tuned models; None if there is no such token."""
         eos, template = self.tokenizer.eos_token, getattr(self.tokenizer, "chat_template", None)
         return str(eos) if eos and template and str(eos) in str(template) else None
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text, with the special tokens that its tokenizer adds.
+        """Returns the token ids of a text, with the special tokens that the tokenizer adds.
 
         Raises:
-          InputError: it is not Unicode.
+          InputError: the text is not valid Unicode.
         """
         return self._encode(text)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Returns the token ids of what `render_chat` or `render_prompt` returned, or of a part of
-        it: templates write special tokens themselves.
+        """Returns the token ids of a text from `render_chat` or `render_prompt`, or of a part of
+        it; no special tokens are added, since templates write them.
 
         Raises:
-          InputError: it is not Unicode.
+          InputError: the text is not valid Unicode.
         """
         if MARK in text and not self.trust_special_tokens:
             _check_unicode(text)
@@ -160,7 +160,7 @@ class TextCodec:
         return list(self.tokenizer(text, **options)["input_ids"])
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
-        """Returns the token ids of a word at the start of a text, and those after a space."""
+        """Returns the token ids of a word at the start of a text, and after a space."""
         word = text.lstrip()
         found = (
             tuple(self.tokenizer(form, add_special_tokens=False)["input_ids"])
@@ -174,8 +174,9 @@ class TextCodec:
         """Encodes a conversation with the chat template, ready for the assistant's turn.
 
         Args:
-          messages: as `wedlm_jax.messages.checked_messages` takes them.
-          variables: further ones of the template, such as ``tools``, beside those of this object.
+          messages: messages as `wedlm_jax.messages.checked_messages` takes them.
+          variables: more variables of the template, such as ``tools``, which override this
+            object's.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -183,21 +184,21 @@ class TextCodec:
         return self.encode_rendered(self.render_prompt(checked_messages(messages), variables))
 
     def marked(self, value: Any) -> Any:
-        """Returns messages or variables of a template in whose texts special tokens are marked as
-        text, for `encode_rendered`; the same where there are none, or they are trusted.
+        """Returns messages or variables with the special tokens in their texts marked as text, for
+        `encode_rendered`; unchanged if there are none, or if they are trusted.
 
         Raises:
-          InputError: a text has the mark already.
+          InputError: a text contains the mark already.
         """
         return value if self.trust_special_tokens else self._typed.marked(value)
 
     def render_prompt(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
-        """Renders a conversation up to the assistant's turn, for `encode_rendered`: special tokens
-        that stand in messages or variables are marked as text, unless they are trusted.
+        """Renders a conversation up to the assistant's turn, for `encode_rendered`. Special tokens
+        in messages or variables are marked as text, unless they are trusted.
 
         Raises:
-          InputError: as `render_chat`; or the template changes contents so that their special
-            tokens cannot be told from its own.
+          InputError: as for `render_chat`; or the template changes contents so that their special
+            tokens cannot be distinguished from its own.
         """
         variables = {**self.variables, **(variables or {})}
         text = self.render_chat(messages, add_generation_prompt=True, variables=variables)
@@ -220,8 +221,8 @@ class TextCodec:
         """Renders a conversation with the chat template.
 
         Args:
-          messages: as `wedlm_jax.messages.checked_messages` returns them.
-          variables: further ones of the template, such as ``tools``.
+          messages: messages from `wedlm_jax.messages.checked_messages`.
+          variables: more variables of the template, such as ``tools``.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -236,16 +237,16 @@ class TextCodec:
                 **{**self.variables, **(variables or {})},
             )
         except Exception as error:
-            # Templates are programs of their own and raise what they like.
+            # Templates are programs, and may raise anything.
             raise InputError(f"messages: the chat template refused them ({error})") from None
         return str(text)
 
     def check_tools(self, variables: Mapping[str, Any]) -> None:
-        """Refuses ``tools`` that the chat template does not write: a model cannot call what it has
-        not read of.
+        """Refuses ``tools`` if the chat template does not write them: the model could not know of
+        them.
 
         Raises:
-          InputError: there are some, and the template does not mention them.
+          InputError: there are tools, and the template does not mention them.
         """
         if "tools" in variables and "tools" not in str(
             getattr(self.tokenizer, "chat_template", "")
@@ -253,8 +254,8 @@ class TextCodec:
             raise InputError("tools: this checkpoint's chat template does not write any")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Returns the bytes that a token stands for, which may be part of a character; those of its
-        spelling, if it is special; none, if the tokenizer does not know it."""
+        """Returns the bytes that a token stands for, which may be part of a character. For a
+        special token these are its spelling; for an unknown one, none."""
         if token_id not in self.token_ids:
             return b""
         if (added := self._added.get(token_id)) is not None:
@@ -269,7 +270,7 @@ class TextCodec:
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of special tokens, of which `decode` leaves nothing."""
+        """The ids of special tokens, which `decode` drops."""
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         flagged = {int(token_id) for token_id, token in added.items() if token.special}
         return frozenset(flagged.union(self.tokenizer.all_special_ids))
@@ -290,7 +291,7 @@ class TextCodec:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def complete_text(self, token_ids: Sequence[int]) -> str:
-        """Decodes as `decode` does, but leaves out a last character whose bytes are incomplete."""
+        """Decodes like `decode`, but drops a last character whose bytes are incomplete."""
         text = self.decode(token_ids)
         meant = self._incomplete_ids and list(token_ids[-len(self._incomplete_ids) :])
         if text.endswith(INCOMPLETE) and meant != self._incomplete_ids:
@@ -299,10 +300,10 @@ class TextCodec:
 
 
 class GrowingText:
-    """The text of a growing list of tokens, decoded from its last tokens alone.
+    """The text of a growing list of tokens, of which only the last ones are decoded again.
 
-    What stands in front is settled where decoding both parts apart gives the whole; tokenizers for
-    which it never does are decoded from the beginning each time.
+    The text before them is settled at a place where decoding both parts separately gives the whole
+    text; with tokenizers that have no such place, everything is decoded each time.
     """
 
     def __init__(self, codec: TextCodec):
@@ -311,7 +312,7 @@ class GrowingText:
         self._longest = 2 * SETTLED_BEHIND
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Takes in further tokens; returns what `TextCodec.complete_text` says of all so far."""
+        """Adds tokens, and returns the `TextCodec.complete_text` of all tokens so far."""
         self._tail.extend(token_ids)
         if len(self._tail) > self._longest:
             self._settle()
@@ -319,7 +320,7 @@ class GrowingText:
 
     def _settle(self) -> None:
         whole = self._codec.decode(self._tail)
-        # A cut in the middle of a character, or where a space is lost, is no good; the next may be.
+        # A cut within a character, or where a space is lost, does not work; the next one may.
         for cut in range(len(self._tail) - SETTLED_BEHIND, len(self._tail)):
             front = self._codec.decode(self._tail[:cut])
             fits = not front.endswith(INCOMPLETE)
@@ -333,13 +334,13 @@ class GrowingText:
 class StopStrings:
     """Finds the first stop string in a growing completion.
 
-    Matching is on the decoded text, so a stop string may start and end inside tokens. One that
-    is complete within the first ``min_tokens`` tokens does not count.
+    Matching is on the decoded text, so a stop string may start and end inside tokens. A stop string
+    that is complete within the first ``min_tokens`` tokens does not count.
     """
 
     def __init__(self, codec: TextCodec, stop: Sequence[str], min_tokens: int = 0):
         self._codec, self._stop, self._min_tokens = codec, tuple(stop), min_tokens
-        # Such a character may be taken back by the next byte of one that is incomplete as yet.
+        # This character disappears when the next byte completes the character it stands for.
         self._may_vanish = any(INCOMPLETE in one for one in self._stop)
 
     def find(self, token_ids: Sequence[int]) -> tuple[int, str] | None:
@@ -359,8 +360,8 @@ class StopStrings:
             length = None
         if length is None:
             return None
-        # Only these tokens count: the answer must not depend on how many more had been committed
-        # when the search began.
+        # Only these tokens count, so that the answer does not depend on how many more had been
+        # committed when the search began.
         text = self._codec.complete_text(token_ids[:length])
         return length, text[: min(self._places(text, early))]
 
@@ -371,13 +372,13 @@ class StopStrings:
         )
 
     def _places(self, text: str, early: int) -> list[int]:
-        """Lists the first place of each stop string that does not end within ``early``
-        characters."""
+        """Returns the first place of each stop string that occurs and does not end within the first
+        ``early`` characters."""
         found = (text.find(stop, max(early - len(stop) + 1, 0)) for stop in self._stop)
         return [place for place in found if place >= 0]
 
     def safe_length(self, text: str) -> int:
-        """Returns how many characters of ``text`` cannot turn out to belong to a stop string."""
+        """Returns how many characters of ``text`` cannot be part of an unfinished stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -406,12 +407,12 @@ def _check_json(path: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Keeps transformers from advising on PyTorch and on model types it does not know."""
+    """Suppresses the advice of transformers on PyTorch and on unknown model types."""
     variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
-        # Importing sets the level of this logger, so it is lowered only afterwards.
+        # Importing sets the level of this logger, so the level is changed afterwards.
         importlib.import_module("transformers")
         logger = logging.getLogger("transformers")
         level = logger.level
@@ -429,11 +430,11 @@ def _quiet_transformers() -> Iterator[None]:
             os.environ[variable] = before
 
 
-# --- prompts as callers give them -----------------------------------------------------------
+# --- prompts from callers -------------------------------------------------------------------
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Returns prompts as a list, given one or several; a NumPy array of integers is a list."""
+    """Returns one or several prompts as a list; a NumPy array of integers counts as a list."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, str):
@@ -451,7 +452,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def for_each(
     prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
 ) -> Sequence[SamplingParams]:
-    """Returns the sampling parameters of each prompt, given one for all or one for each."""
+    """Returns the sampling parameters of each prompt, from one for all or one for each."""
     if isinstance(params, SamplingParams):
         return [params] * len(prompts)
     if not isinstance(params, list | tuple) or not all(
@@ -467,7 +468,7 @@ def as_token_ids(prompt: Sequence[int]) -> Sequence[int]:
     """Returns ``prompt`` if it is a flat list of integers; the engine checks their range.
 
     Raises:
-      InputError: it is not.
+      InputError: it is anything else.
     """
     ids: Any = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
     if (

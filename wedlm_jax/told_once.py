@@ -1,4 +1,4 @@
-"""Warnings that `LLM` gives once: when the first prompt comes to which they apply."""
+"""Warnings that `LLM` gives once, with the first prompt to which they apply."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class ToldOnce:
     Args:
       name: name of the model.
       codec: its tokenizer; None if it has none.
-      replaces_modes: the ``model_type`` of a model that decodes autoregressively for want of masks,
-        without being asked to; None for others.
+      replaces_modes: the ``model_type`` of a model that was not trained on masks and so decodes
+        autoregressively, without being asked to; None for other models.
     """
 
     def __init__(self, name: str, codec: TextCodec | None, replaces_modes: str | None):
@@ -23,7 +23,7 @@ class ToldOnce:
         self._replaces_modes = replaces_modes
 
     def of_prompt(self, prompt: Prompt) -> None:
-        """Warns if a text goes without the chat template that there is."""
+        """Warns if a text is completed without the model's chat template."""
         end = self._chat_end
         if not end or not isinstance(prompt, str) or end in prompt:
             return
@@ -35,7 +35,7 @@ class ToldOnce:
         )
 
     def of_mode(self, params: SamplingParams) -> None:
-        """Warns if AR decodes what another mode was to."""
+        """Warns if another mode was requested and AR replaces it."""
         kind = self._replaces_modes
         if kind is None or params.mode != "paper":
             return

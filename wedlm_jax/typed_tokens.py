@@ -1,9 +1,9 @@
-"""Special tokens that stand in a message are text like any other: who types `<|im_end|>` ends no
-turn, and begins none as somebody else.
+"""Encodes special tokens in messages as plain text, so that a user who types `<|im_end|>` cannot
+end a turn and begin another in someone else's name.
 
-A template puts messages between special tokens of its own, and the result is one text. So that the
-two can be told apart in it, every character of a typed one gets a mark before the template sees it.
-What has no mark is the template's; the rest is encoded as plain text.
+A template puts messages between its own special tokens, and the result is a single text. To
+distinguish the two, every character of a typed special token is marked before the template sees it.
+Special tokens without marks are the template's; the rest is encoded as plain text.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from wedlm_jax.errors import InputError
 
 MARK = "\ufdd0"
-"""Stands before each character of a typed special token. Unicode keeps it for uses within programs:
-it is no character of any text."""
+"""Precedes each character of a typed special token. Unicode reserves this code point for internal
+use in programs, so it occurs in no text."""
 
 
 class TypedTokens:
@@ -35,7 +35,7 @@ class TypedTokens:
             for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
             if token.special and token.content
         }
-        # Of two that begin at the same place the longer one counts, as in the tokenizer.
+        # If two begin at the same place the longer one counts, as in the tokenizer.
         names = sorted(self._special, key=len, reverse=True)
         choices = "|".join(map(re.escape, names)) or "(?!)"
         self._any = re.compile(choices)
@@ -44,10 +44,10 @@ class TypedTokens:
 
     def marked(self, value: Any) -> Any:
         """Returns a value with a mark before each character of the special tokens in its texts,
-        however deep they lie.
+        nested ones included.
 
         Raises:
-          InputError: a text has the mark already.
+          InputError: a text contains the mark already.
         """
         if isinstance(value, str):
             if MARK in value:
@@ -60,8 +60,8 @@ class TypedTokens:
         return value
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text with marks: those of the special tokens that have none,
-        and of what is between them as plain text."""
+        """Returns the token ids of a text with marks: special tokens without marks become their
+        ids, and everything between them is encoded as plain text."""
         ids: list[int] = []
         last, skipped = 0, False
 
@@ -80,7 +80,7 @@ class TypedTokens:
 
     def _as_plain_text(self, text: str) -> list[int]:
         if self._plain is None:
-            # A copy, since the setting is the tokenizer's, and others encode with it meanwhile.
+            # A copy, since other threads encode with the original, which has another setting.
             plain = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
             plain.encode_special_tokens = True
             plain.no_truncation()
