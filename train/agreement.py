@@ -1,10 +1,10 @@
-"""What the hosts of a run must have in common before its first step: its recipe, its data, the
-versions of what computes it, and the states that it goes on from.
+"""Checks before a run's first step that all hosts have the same recipe, data, package versions and
+states.
 
-Hosts that differ would train on without a word, each with its own learning rate; or stand still,
-because what they compute together is not one program. So each makes one digest of all that, and
-where the digests differ all hosts learn what differs, and end. No device is asked for it: with
-other versions it might not answer.
+Hosts that differ would train on silently, each with its own learning rate, or hang, because their
+programs are not the same. So each host computes a digest of all this; if the digests differ, all
+hosts report what differs, and end. No device is involved, since with different versions it might
+not answer.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ from wedlm_jax.host.storage import (
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 STATE, START = "the newest whole state", "what model.init_from holds"
 SAMPLE_BYTES = 64 * 1024
-"""Of each file of a starting checkpoint at its beginning, in its middle and at its end."""
+"""The size of each of the samples that are taken of a starting checkpoint's files: at the
+beginning, in the middle and at the end."""
 
 
 def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
-    """Returns the steps of the run's states, newest first, as process 0 lists them, when all hosts
-    run the same: recipe, data, versions and newest state. All of them call this; nothing is
-    written.
+    """Checks that all hosts have the same recipe, data, versions and newest state, and returns the
+    steps of the run's states, newest first, as process 0 lists them. All hosts call this; nothing
+    is written.
 
-    The newest state is looked for until all hosts see the same one, or `SEEN_WITHIN_S` has passed:
-    some file systems tell late of what another host has written or renamed.
+    Hosts look for the newest state until all see the same one, or `SEEN_WITHIN_S` has passed, since
+    some file systems show late what another host has written or renamed.
 
     Raises:
-      InputError: in all hosts, naming them, what differs and its values; or in this one, when its
-        data cannot be read.
+      InputError: hosts differ, or data cannot be read. In the first case all hosts raise it, and
+        the message names what differs, the values and the hosts.
     """
     folder, service = as_path(config.output) / RUN_STATES, coordinator()
     states = whole_steps(folder)
@@ -72,16 +73,16 @@ def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
             raise InputError(differences(theirs, found))
         time.sleep(0.5)
         newest = {one.get(STATE, theirs[STATE]) for one in found} - {"None"}
-        # By their names, too: a listing may be kept where what is asked for by name is not.
+        # Looked for by name, too, since a listing may be cached where a lookup by name is not.
         named = [step for step in map(int, newest) if is_whole(folder / str(step))]
         states = sorted({*whole_steps(folder), *named})
 
 
 def described(config: TrainConfig) -> dict[str, str]:
     """Returns what this host would run, by name: each field of the recipe, each package's version,
-    and what its data holds."""
+    and digests of its data."""
     fields = dataclasses.asdict(config)
-    # Hosts may see one folder under several names; `train.run_files.open_output` finds that out.
+    # Hosts may have different names for one folder; `train.run_files.open_output` checks it.
     names = [name for name, _, _ in describe() if name != "output"]
     found = {name: json.dumps(_at(fields, name)) for name in names}
     for package in PACKAGES:
@@ -89,7 +90,7 @@ def described(config: TrainConfig) -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "absent"
-    # Clones of one version may stand at other commits.
+    # Clones of one version may be at different commits.
     sources = source_digest(wedlm_jax, train)[:12]
     found["wedlm_jax"] = f"{wedlm_jax.__version__} with sources {sources}"
     found["Python"] = ".".join(platform.python_version_tuple()[:2])
@@ -113,7 +114,7 @@ def differences(first: Mapping[str, str], others: Sequence[Mapping[str, str]]) -
 
     Args:
       first: what host 0 runs, by name.
-      others: what each host has otherwise, host 0 included.
+      others: what each host, host 0 included, has that differs from ``first``.
     """
     parts = []
     for name in dict.fromkeys(name for found in others for name in found):
@@ -134,7 +135,7 @@ def _hosts(which: Sequence[int]) -> str:
 
 
 def _others(first: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]:
-    """Returns what this host has otherwise than host 0."""
+    """Returns what this host has that differs from host 0."""
     names = dict.fromkeys([*first, *mine])
     return {name: mine.get(name, "absent") for name in names if first.get(name) != mine.get(name)}
 

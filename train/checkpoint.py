@@ -1,9 +1,9 @@
 """Training checkpoints: a `TrainState` as the flat dictionary that orbax writes.
 
-What a run does not train is in none of them: it never changes, and may be most of the model.
+Parameters that a run does not train are left out: they never change, and may be most of the model.
 
-Each state carries a checksum of every array, computed on the devices, so that a file that
-was damaged on disk is found out when it is read and not some thousand steps later.
+Each state has a checksum of every array, computed on the devices, so that a file damaged on disk is
+detected when it is read and not some thousand steps later.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from wedlm_jax.host.processes import (
 
 CHECKSUMS = "checksums"
 PAUSES_S = (5.0, 30.0)
-"""Before the second and the third attempt in a row to write a state. The clients of a bucket have
-tried several times within each."""
+"""Pauses before the second and the third consecutive attempt to write a state. A bucket's client
+retries several times within each attempt."""
 
 
 class Checkpoints:
     """Saves and restores the states of a run.
 
     Args:
-      folder: where they are.
-      keep: how many of the newest to keep.
-      keep_every: also keep each whose step is a multiple of this; 0 for none.
-      timeout: seconds in which one must be written.
-      states: the steps of those that there are, from `train.agreement.agree`; by default what
-        process 0 finds.
+      folder: the folder of the states.
+      keep: how many of the newest states to keep.
+      keep_every: also keep each state whose step is a multiple of this; 0 for none.
+      timeout: seconds within which a state must be written.
+      states: the steps of existing states, from `train.agreement.agree`; by default what process 0
+        finds.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class Checkpoints:
         return self._folders.steps()
 
     def kept(self, every: int) -> str:
-        """Returns which states stay of a run that writes one at these intervals."""
-        said = f"a state every {every:,} steps, of which the newest {self._keep} stay"
+        """Describes which states are kept if a run writes one at these intervals."""
+        text = f"a state every {every:,} steps, of which the newest {self._keep} stay"
         if not self._keep_every:
-            return said
+            return text
         both = math.lcm(every, self._keep_every)
-        said += f", and for good those at multiples of {both:,}"
+        text += f", and for good those at multiples of {both:,}"
         if both != self._keep_every:
-            said += f": keep_every={self._keep_every} is no multiple of checkpoint_every"
-        return said
+            text += f": keep_every={self._keep_every} is no multiple of checkpoint_every"
+        return text
 
     def save(self, state: TrainState, *, whole: bool = False) -> None:
-        """Starts to write a state, unless that step is already there. All processes call this.
+        """Starts to write a state, unless its step exists already. All processes call this.
 
         Args:
-          whole: return when it is written, after as many attempts as it takes.
+          whole: return only when it is written, after as many attempts as it takes.
 
         Raises:
-          StorageFailure: in all processes, when too many states in a row could not be written.
+          StorageFailure: in all processes, if too many consecutive attempts have failed.
         """
         self._settled()
         self._start(state)
@@ -98,8 +98,8 @@ class Checkpoints:
             self._start(state)
 
     def failed(self) -> bool:
-        """Returns whether the state under way could not be written by a process, so that another
-        should be. All processes ask after the same step.
+        """Returns whether a process failed to write the last state, so that another should be
+        saved. All processes call this after the same step.
 
         Raises:
           StorageFailure: as in `save`.
@@ -117,7 +117,7 @@ class Checkpoints:
             self._under_way = True
 
     def _settled(self) -> bool:
-        """Waits until no state is under way; tells whether the last one was written."""
+        """Waits until no state is being written; returns whether the last one was written."""
         if not self._under_way:
             return True
         self._under_way = False
@@ -138,18 +138,18 @@ class Checkpoints:
         return True
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
-        """Returns the newest state that is whole, shaped and placed like ``like`` but for what is
-        frozen, which it is without; None where there were never any. Damaged ones are reported
-        through ``say`` and set aside.
+        """Returns the newest whole state, with shapes and shardings as in ``like`` but without
+        frozen parameters; None if there has never been a state. Damaged states are reported through
+        ``say`` and set aside.
 
         Args:
           like: arrays, or only their shapes and shardings.
-          say: told of what is damaged.
+          say: called with a message for each damaged state.
 
         Raises:
-          InputError: all states are damaged, or the newest is of another model.
-          StorageFailure: in all processes, when one of them cannot read it now, or does not see
-            the files that the others see.
+          InputError: all states are damaged, or the newest belongs to another model.
+          StorageFailure: in all processes, if one of them cannot read it now, or does not see the
+            files that the others see.
         """
         steps = self._folders.steps()
         for step in steps:
@@ -158,8 +158,8 @@ class Checkpoints:
             except DamagedCheckpoint as damage:
                 if is_first():
                     print(f"{damage}; reading it once more", file=sys.stderr, flush=True)
-            # What was read by all of them in vain, and then again with the same files before their
-            # eyes, is damaged; until then a process may not have seen yet what is there.
+            # A state is damaged if reading fails again when all processes see the same files; until
+            # then a process may not have seen all of them yet.
             self._see_the_same(step)
             try:
                 return self._read(step, like)
@@ -174,10 +174,10 @@ class Checkpoints:
         return None
 
     def _see_the_same(self, step: int) -> None:
-        """Returns when all processes see the same files of a state.
+        """Waits until all processes see the same files of a state.
 
         Raises:
-          StorageFailure: in all, when they do not within `SEEN_WITHIN_S`.
+          StorageFailure: in all processes, if they do not within `SEEN_WITHIN_S`.
         """
         deadline = time.monotonic() + SEEN_WITHIN_S
         while True:
@@ -205,12 +205,12 @@ class Checkpoints:
 
 
 def read_state(folder: Path, like: TrainState) -> TrainState:
-    """Reads the state in a folder, shaped and placed like ``like`` but for what is frozen, which it
-    is without. All processes call this; nothing is written there.
+    """Reads the state in a folder, with shapes and shardings as in ``like`` but without frozen
+    parameters. All processes call this; nothing is written there.
 
     Raises:
-      DamagedCheckpoint: in all processes, when one of them cannot read what was written.
-      OtherState: it is of another model or optimizer.
+      DamagedCheckpoint: in all processes, if one of them cannot read what was written.
+      OtherState: the state belongs to another model or optimizer.
       StorageFailure: as in `Checkpoints.restore`.
     """
     arrays = _as_dict(like)
@@ -239,10 +239,10 @@ def read_state(folder: Path, like: TrainState) -> TrainState:
 
 
 def check_readable(folder: Path, like: TrainState) -> None:
-    """Refuses a state of another model or optimizer by its headers.
+    """Refuses a state of another model or optimizer, going by its headers.
 
     Raises:
-      OtherState: it is of another than ``like``, which may be shapes.
+      OtherState: its arrays differ from those of ``like``, which may be shapes.
     """
     arrays = _as_dict(like)
     check_state(folder, arrays | {CHECKSUMS: jax.ShapeDtypeStruct((len(arrays),), jnp.uint32)})
@@ -250,15 +250,15 @@ def check_readable(folder: Path, like: TrainState) -> None:
 
 @jax.jit
 def checksums(arrays: dict[str, Array]) -> Array:
-    """Returns uint32 ``[N]``, one for each array in the order of their names: the sum of its words,
-    each times an odd number of its place, modulo 2³²."""
+    """Returns the checksum of each array in the order of their names, uint32 ``[N]``: the sum of
+    its words, each multiplied by a number that depends on its place, modulo 2³²."""
     return jnp.stack([_checksum(arrays[name]) for name in sorted(arrays)])
 
 
 def _checksum(x: Array) -> Array:
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
-    # The place along each axis, wrapped at 2³², mixed by odd factors: no flat index, which
-    # would move a sharded array about.
+    # Places along each axis are mixed by odd factors, modulo 2³². A flat index would make the
+    # compiler move a sharded array.
     weights = jnp.ones((), jnp.uint32)
     for axis in range(x.ndim):
         place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
@@ -267,7 +267,7 @@ def _checksum(x: Array) -> Array:
 
 
 def _as_dict(state: TrainState) -> dict[str, Array]:
-    """Leaves under flat, sortable names: orbax then needs to know none of our classes."""
+    """Returns the leaves under flat, sortable names, so that orbax need not know our classes."""
     leaves = jax.tree.leaves(_trained(state))
     return {f"{i:04d}": leaf for i, leaf in enumerate(leaves)}
 

@@ -18,7 +18,7 @@ GOES_ON = "the same command goes on from the newest state, or starts over if the
 
 
 class _RecipeParser(CommandParser):
-    """How a field of the recipe is given, where it comes as an option."""
+    """A parser that explains how a field of the recipe is given, if it came as an option."""
 
     def error(self, message: str) -> NoReturn:
         option = message.partition("unrecognized arguments: --")[2].partition(" ")[0]

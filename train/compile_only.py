@@ -1,7 +1,7 @@
-"""`wedlm train --compile-only`: the true train step, compiled for TPUs that are not here.
+"""`wedlm train --compile-only`: the actual train step, compiled for TPUs without having any.
 
-What comes out is the program that the pod would run: its memory per chip as the compiler counts
-it, its collectives, and from these and the chip's figures the shortest time a step can take.
+It reports on the program that the pod would run: its memory per chip as the compiler counts it, its
+collectives, and the shortest time of a step that follows from these and the chip's figures.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ class CompiledStep:
 
     Attributes:
       topology, devices, mesh: what it was compiled for.
-      parameters: parameters of the model.
+      parameters: number of the model's parameters.
       tokens: tokens per step, L per row.
-      computed_tokens: that go through the layers, those of both streams.
-      state_bytes: parameters and moments on one device.
+      computed_tokens: tokens per step that go through the layers, of both streams.
+      state_bytes: bytes of parameters and moments on one device.
       peak_bytes: the compiler's peak of HBM on one device.
-      hbm_limit: what the chip has.
+      hbm_limit: the chip's HBM.
       model_flops: FLOP of the whole step, without recomputation (`train.step_cost.model_flops`).
-      device_flops: FLOP of one device, recomputation in the backward pass included.
+      device_flops: FLOP of one device, including recomputation in the backward pass.
       remat: the policy, chosen or given.
-      rows, accumulation: of the step, likewise: rows of a micro-batch, and micro-batches.
-      attention_share: by samples in a row, visited pairs of a query and a key over those seen.
+      rows, accumulation: rows per micro-batch and micro-batches per step, chosen or given.
+      attention_share: by number of samples per row, the pairs of a query and a key that are
+        visited, divided by those that are visible.
       options: XLA's flags.
-      cost: cost of one device: HBM traffic, collectives, and what leaves it.
+      cost: one device's HBM traffic and collectives.
       roofline: lower bounds of the step's time.
-      mfu_bound: model_flops over what the chips could do in the step's shortest time.
-      expected: seconds of a step, under `EXPECTED_ASSUMPTIONS`.
-      compile_seconds: on this machine.
+      mfu_bound: model_flops divided by what the chips could do in the step's shortest time.
+      expected: seconds per step, under `EXPECTED_ASSUMPTIONS`.
+      compile_seconds: how long compiling took on this machine.
     """
 
     topology: str
@@ -92,16 +93,16 @@ class CompiledStep:
 
     @property
     def headroom(self) -> float:
-        """Returns the share of HBM that is left."""
+        """The share of HBM that is left."""
         return 1 - self.peak_bytes / self.hbm_limit
 
 
 def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Phase, CompiledStep]]:
-    """Compiles the step for each size of batch that a recipe's phases have, all with the policy of
-    the largest and cut as that is, as a run does. Raises as `compile_step`.
+    """Compiles the step for each batch size of a recipe's phases. As in a run, all have the policy
+    of the largest one, and their micro-batches are cut in the same way. Raises as `compile_step`.
 
     Yields:
-      the first phase of each size, and its step.
+      the first phase of each batch size, and its step.
     """
     topology = describe_topology(topology_name)
     mesh = make_mesh(dataclasses.asdict(config.mesh), topology.devices)
@@ -121,7 +122,8 @@ def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Ph
 
 
 def _needed_if_here(config: TrainConfig) -> int | None:
-    """Returns `needed_by_sources` where the data is on this machine: it need not be, to compile."""
+    """Returns `needed_by_sources`; None if the data, which compiling does not need, is not on this
+    machine."""
     if not config.data.sources:
         return None
     try:
@@ -163,7 +165,7 @@ def compile_step(
         except InputError:
             return None  # it does not fit
 
-    make_program(config, model, mesh)  # what no policy helps is refused as it is
+    make_program(config, model, mesh)  # refuses what no policy would help
     program, compiled = compile_with(settled(config, model, mesh, topology.chip.hbm_bytes, peak_of))
     return _report(program, topology, compiled)
 

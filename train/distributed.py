@@ -1,6 +1,6 @@
-"""Several processes in one run: how they find one another, stop together, and compute apart.
+"""Several processes in one run: how they find one another, stop together, and compute separately.
 
-What else they do together is `wedlm_jax.host.processes`'s.
+`wedlm_jax.host.processes` has what else they do together.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from wedlm_jax.host.signals import StopRequest, told_at_once
 from wedlm_jax.sharding import tree_shardings
 
 ENDED = "ended"
-"""Where processes tell that they failed, and why."""
+"""The key under which processes report that they failed, and why."""
 ASK_EVERY_S = 0.5
 GRACE_S = 60.0
-"""How long a process may take to end by itself, with what it has to write, when another has."""
+"""How long a process may take to end by itself, and write its files, after another has ended."""
 
 EXAMPLE = "--coordinator HOST:PORT --num-processes N --process-id I"
 
@@ -56,11 +56,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def join(options: argparse.Namespace) -> None:
-    """Joins the processes of the run, where the options ask for it. Must be called before
-    JAX's devices are.
+    """Joins the processes of the run if the options ask for it. Must be called before JAX's devices
+    are used.
 
     Raises:
-      InputError: options that do not go together, or a cluster that is not recognised.
+      InputError: options that exclude each other, or a cluster that is not recognised.
     """
     numbers = (options.num_processes, options.process_id)
     if options.coordinator is None:
@@ -88,18 +88,19 @@ def _end_at_once() -> None:
 
 
 class AgreedStop(StopRequest):
-    """Stops all processes of a run after the same step, when SIGTERM or Ctrl-C has come to one of
-    them.
+    """Stops all processes of a run after the same step, when one of them receives SIGTERM or
+    Ctrl-C.
 
-    They agree through the coordinator that `jax.distributed` started. How a signal is handled is
-    said at once. A process alone ends within `AT_ONCE_S` of a second Ctrl-C, whatever it computes.
+    They agree through the coordinator that `jax.distributed` started. A message says at once how a
+    signal is handled. A single process ends within `AT_ONCE_S` of a second Ctrl-C, whatever it
+    computes.
     """
 
     def __init__(self) -> None:
         self._told, self._heard = contextlib.ExitStack(), 0
         self._end: threading.Timer | None = None
         self._alone = jax_processes().count == 1
-        # The coordinator itself handles SIGTERM where there are several.
+        # With several processes the coordinator itself handles SIGTERM.
         ours = (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,)
         super().__init__(*ours)
 
@@ -137,28 +138,28 @@ class AgreedStop(StopRequest):
 
     @property
     def now(self) -> bool:
-        """Whether this process shall stop and may do so by itself, before the step's end."""
+        """Whether this process should stop and may do so alone, before the end of the step."""
         return self._alone and self.requested
 
     def after(self, step: int) -> bool:
-        """Returns whether the run shall stop after ``step`` completed steps. Every process asks
-        once after every step."""
+        """Returns whether the run should stop after ``step`` completed steps. Every process calls
+        this once after every step."""
         if self._alone:
             return self.requested
         return multihost_utils.reached_preemption_sync_point(step)
 
 
 class EndTogether:
-    """Ends all processes of a run when one of them fails by itself: bad input that only it has, a
-    row that only it reads, storage that only it cannot reach.
+    """Ends all processes of a run when one of them fails alone: on input that only it has, a row
+    that only it reads, or storage that only it cannot reach.
 
-    The others may be computing together, and would wait on their devices for one that does not
-    come. So a thread of each asks the coordinator now and then whether another has failed; then it
-    says why, and ends this process with the same status. An error that all of them see ends
-    each of them by itself, within `GRACE_S`.
+    The others may be in a joint computation, and their devices would wait for the missing one
+    forever. So a thread in each process asks the coordinator regularly whether another process has
+    failed; if so, it prints why and ends its process with the same status. An error that all
+    processes see ends each of them by itself, within `GRACE_S`.
 
     Args:
-      command: whose name begins the message.
+      command: the command's name, for the message.
     """
 
     def __init__(self, command: str):
@@ -177,7 +178,7 @@ class EndTogether:
         if error is not None:
             expected = exit_status(error) != FAULT
             if not expected and (told := self._told_by_others()):
-                self._end(told)  # the error follows from theirs
+                self._end(told)  # this error is a consequence of theirs
             text = " ".join(str(error).split()) or "interrupted"
             if not expected:
                 text = f"{type(error).__name__}: {text}"
@@ -190,7 +191,7 @@ class EndTogether:
     def _watch(self) -> None:
         while not self._over.wait(ASK_EVERY_S):
             if told := self._told_by_others():
-                # A second Ctrl-C does not wait.
+                # After a second Ctrl-C there is no grace.
                 at_once = any(text.startswith(f"{INTERRUPTED} ") for text in told.values())
                 if not self._over.wait(0 if at_once else GRACE_S):
                     self._end(told)
@@ -209,23 +210,23 @@ class EndTogether:
         with self._one_at_a_time:
             index = min(told)
             status, _, text = told[index].partition(" ")
-            said = f"wedlm {self._command}: host {index} of {self._service.count}: {text}"
-            print(said, file=sys.stderr, flush=True)
+            line = f"wedlm {self._command}: host {index} of {self._service.count}: {text}"
+            print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
             _leave()
             os._exit(int(status))
 
 
 def _leave() -> None:
-    """Leaves the coordinator when all processes do, or do not come: one that it, or another, has
-    left without a word is aborted by JAX, with a status that says nothing."""
+    """Disconnects from the coordinator, together with the other processes or after a timeout. JAX
+    aborts processes, with a meaningless status, if another one leaves without disconnecting."""
     with contextlib.suppress(Exception):
         jax.distributed.shutdown()
 
 
 def mesh_of_processes(mesh: Mesh) -> Mesh:
-    """Returns the devices of ``mesh`` with ``data`` over the processes and ``fsdp`` over the
-    devices of each; its ``local_mesh`` is a process's own."""
+    """Returns a mesh of the same devices with ``data`` over processes and ``fsdp`` over the devices
+    of each; its ``local_mesh`` has the devices of the current process."""
     devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
     processes = len({device.process_index for device in devices})
     shape = (processes, len(devices) // processes, *[1] * (len(mesh.axis_names) - 2))
@@ -233,19 +234,19 @@ def mesh_of_processes(mesh: Mesh) -> Mesh:
 
 
 def own_copy(processes: Mesh, tree: Any) -> Any:
-    """Copies parameters whole to each process's own devices. All processes call this together; none
-    holds more than its copy.
+    """Copies all parameters to each process's own devices. All processes call this together; each
+    holds no more than its copy.
 
-    What processes compute together they must compute in step, but a decode loop ends when its
-    sequences do. So the processes of a run decode apart: each its own prompts, on its own devices.
+    Joint computations must run in lockstep, but a decode loop ends when its sequences do. So the
+    processes of a run decode separately, each its own prompts on its own devices.
 
     Args:
-      processes: from `mesh_of_processes`; a process's devices divide the hidden axis.
-      tree: arrays on the same devices, laid out in any way, with the names that
-        `wedlm_jax.sharding` knows.
+      processes: a mesh from `mesh_of_processes`; a process's devices share the hidden axis.
+      tree: arrays on the same devices, with any sharding, under names that `wedlm_jax.sharding`
+        knows.
 
     Returns:
-      the tree, of arrays on ``processes.local_mesh``.
+      the tree, with arrays on ``processes.local_mesh``.
     """
 
     def as_own(x: jax.Array, sharding: NamedSharding) -> jax.Array:

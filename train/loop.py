@@ -57,11 +57,11 @@ from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 
 class RunStopped(Exception):
-    """Raised when the run ended on request, with its state saved.
+    """The run has ended on request, with its state saved.
 
     Attributes:
       step: completed steps.
-      status: for the process to exit with.
+      status: the process's exit status.
     """
 
     def __init__(self, step: int, status: int = TERMINATED):
@@ -74,21 +74,21 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
 
     Args:
       config: the recipe.
-      allow_changed: resume although the recipe is another than the run began with.
+      allow_changed: resume although the recipe has changed since the run began.
 
     Returns:
-      the folder of the exported Hugging Face checkpoint, ``<output>/hf``, or of a drafter,
+      the folder of the exported Hugging Face checkpoint, ``<output>/hf``, or of the drafter,
       ``<output>/drafter``.
 
     Raises:
-      InputError: something in the recipe or its files is not right, or not the same on all hosts;
-        or too many steps in a row had to be skipped; then the state is saved.
-      RunStopped: SIGTERM or Ctrl-C came; the state is saved, and the same call goes on from it.
-      StorageFailure: in all processes, when one of them could not write or read a state; the same
-        call goes on from the newest whole one.
+      InputError: the recipe or its files are not valid, or differ between hosts; or too many
+        consecutive steps were skipped, in which case the state is saved.
+      RunStopped: SIGTERM or Ctrl-C came; the state is saved, and the same call continues from it.
+      StorageFailure: in all processes, if one of them could not write or read a state; the same
+        call continues from the newest whole one.
     """
     time = RunTime()
-    schedule_of(config)  # refused before anything is made
+    schedule_of(config)  # checked before anything is created
     check_boards(config.metrics)
     check_paths(config)
     begun = agree(config, allow_changed=allow_changed)
@@ -128,7 +128,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         )
         if origin is not None:
             write_origin(origin, output, files.folder)
-        # Process 0 decides what all of them then do together.
+        # Process 0 decides whether all processes write the description, which they do together.
         if not text_of_first("yes" if begun and is_described(output, model) else ""):
             describe_run(output, model, folder, program.lora)
         program = make_program(
@@ -169,21 +169,21 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
 
 
 def to_export(state: TrainState) -> nnx.State:
-    """Returns the average of the parameters where the recipe has one, else the newest; and what is
-    not trained."""
+    """Returns all parameters of the model: the trained ones, averaged if the recipe says so, and
+    the frozen ones."""
     return with_frozen(averaged_parameters(state.optimizer, state.parameters), state.frozen)
 
 
 class TrainingRun:
-    """Makes one attempt at a run: from its newest checkpoint to its last step.
+    """One attempt at a run: from its newest checkpoint to its last step.
 
     Args:
-      program: program of the recipe; its mesh is already set.
-      tokenizer: tokenizer that made the rows.
+      program: the recipe's program; its mesh must be the current one.
+      tokenizer: the tokenizer that made the rows.
       output: the run's folder.
-      files: where its logs are written.
+      files: the files to which logs are written.
       time: the clock of this attempt.
-      questions: asked at every evaluation, if any.
+      questions: questions to ask at every evaluation, if any.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class TrainingRun:
         self._sources = source_names(config)
         self._skipped = SkippedBatches.of(config.data.skip)
         sizes: dict[str, int] = {}
-        for phase in self._phases:  # what cannot be in a later one is refused now
+        for phase in self._phases:  # errors in later phases are found now
             own = phase.config
             check_fits(self._mesh, model, rows=own.rows, row_tokens=own.row_tokens)
             sets = open_sources(own, tokenizer, pad)
@@ -226,7 +226,7 @@ class TrainingRun:
         """Trains from the newest checkpoint, or from where the recipe starts, to the last step.
 
         Args:
-          origin: the state of another run with which a run without states begins.
+          origin: another run's state, from which a run without states begins.
         """
         done = origin.step if origin else min(checkpoints.steps(), default=0)
         compiled = self._compile(done)
@@ -272,12 +272,12 @@ class TrainingRun:
                     state, metrics = compiled[shape](state, rows, key)
                     pending.add(step, metrics)
                     if log is not None:
-                        log.step(step - 1)  # the newest is under way
+                        log.step(step - 1)  # the newest step is still running
                     time.step(step, rows.tokens.size, self._flops[shape])
                     last, ends = step == config.steps, stop.after(step)
                     try:
                         saves = last or ends or step % config.checkpoint_every == 0
-                        # Processes whose evaluation fails apart can write nothing together.
+                        # If evaluation fails in one process, they can no longer save together.
                         saves = saves or (several and self._is_due(step))
                         if last or step % config.log_every == 0:
                             self._log(log, step, pending.record())
@@ -285,7 +285,7 @@ class TrainingRun:
                         if saves:
                             pending.keep(step)
                     except TooManySkipped:
-                        # From there a restart continues after them, and does not count them.
+                        # A restart from this state continues after them and does not count them.
                         self._save(checkpoints, forgiven(state), log, whole=True)
                         raise
                     if saves:
@@ -294,8 +294,8 @@ class TrainingRun:
                             self._save(checkpoints, state, log, whole=last or ends)
                     if ends and not last:
                         raise RunStopped(step, stop.status)
-                    # Behind the state, which does not depend on it; a run that goes on from there
-                    # makes an evaluation that is not in the log.
+                    # After the state is saved, which does not depend on the evaluation; a resumed
+                    # run makes an evaluation that is missing in the log.
                     if self._is_due(step):
                         watch.pause()
                         try:
@@ -331,15 +331,15 @@ class TrainingRun:
     def _save(
         self, checkpoints: Checkpoints, state: TrainState, log: MetricsLog | None, *, whole: bool
     ) -> None:
-        self._files.publish()  # what is logged up to a state is there when the state is
+        self._files.publish()  # so that the logs up to a state exist when the state does
         with contextlib.ExitStack() as told:
             if whole and log is not None:
                 told.enter_context(log.saying(lambda s: f"writing the state, {s:.0f} s so far"))
             checkpoints.save(state, whole=whole)
 
     def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
-        """Compiles the step for every shape of a batch that comes after step ``done``, before a
-        weight is read, and says what it takes of the memory."""
+        """Compiles the step for every batch shape after step ``done``, before weights are read, and
+        prints its use of memory."""
         compiled = dict[tuple[int, ...], Any]()
         for phase in self._phases:
             shape = phase.batch_shape
@@ -361,7 +361,7 @@ class TrainingRun:
         if not is_first():
             return None
         config = self._config
-        cut_back(self._output / SKIPPED, done)  # what is done again is reported again
+        cut_back(self._output / SKIPPED, done)  # repeated steps are reported again
         boards = open_boards(config, self._output, done)
         return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
@@ -378,15 +378,15 @@ class TrainingRun:
             log.write(step, record | speed)
 
     def _is_due(self, step: int) -> bool:
-        """Returns whether the run evaluates after this many steps: before the first, at each
-        multiple and after the last."""
+        """Returns whether the run evaluates after this many steps: before the first step, at each
+        multiple of ``evaluation.every`` and after the last."""
         every = self._config.evaluation.every
         return bool(every) and (step % every == 0 or step == self._config.steps)
 
     def _evaluate(
         self, state: TrainState, log: MetricsLog | None, stop: AgreedStop | None = None
     ) -> Record:
-        """Evaluates, and says how far it is; raises `RunStopped` where that cannot wait for it."""
+        """Evaluates and shows progress; raises `RunStopped` if asked to stop meanwhile."""
         assert self._evaluation is not None
         now, step = "", int(state.step)
 
@@ -403,9 +403,9 @@ class TrainingRun:
             return self._evaluation.run(to_export(state), at)
 
     def _evaluate_first(self, log: MetricsLog | None, state: TrainState, stop: AgreedStop) -> None:
-        """Evaluates before the first step of an attempt: what cannot be compiled, or has no room,
-        is found out before there are steps to lose. It is logged where the run evaluates at this
-        step and has not done so."""
+        """Evaluates before the first step of an attempt, so that failures to compile, or a lack of
+        memory, are found before there are steps to lose. The result is logged if the run evaluates
+        at this step and has not done so yet."""
         if self._evaluation is None:
             return
         step = int(state.step)
@@ -415,7 +415,7 @@ class TrainingRun:
             self._log_evaluation(log, step, record)
 
     def _evaluate_finished(self, state: TrainState) -> None:
-        """Makes the last evaluation of a run that ended within it."""
+        """Makes the last evaluation of a run that was stopped during it."""
         step = int(state.step)
         if not self._is_evaluated(step):
             log = self._open_log(step)

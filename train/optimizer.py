@@ -1,8 +1,8 @@
 """The learning rate by step, and optimizers by name: AdamW, or Muon on the layers' matrices with
 AdamW for the rest.
 
-Both come from optax; here stands what they need to know about our parameters, whose
-layers are stacked: which of them are matrices, and which axes of those a product reduces.
+Both come from optax. This module tells them about our parameters, whose layers are stacked: which
+are matrices, and which of their axes a product reduces.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from wedlm_jax.errors import InputError
 
 
 def schedule_of(config: TrainConfig) -> optax.Schedule:
-    """Returns the recipe's learning rate, in its phases times what they say.
+    """Returns the recipe's learning rate by step, scaled by the factors of its phases.
 
     Raises:
-      InputError: warm-up and decay leave no step between them.
+      InputError: warm-up and decay do not fit into the steps.
     """
     o, steps = config.optimizer, config.steps
     if not 0 <= o.warmup_steps < steps:
@@ -65,8 +65,8 @@ def _plateau(config: TrainConfig) -> optax.Schedule:
 
 
 MUON_RMS = 0.2
-"""Root mean square of an entry of Muon's update before the learning rate, as AdamW's has in
-practice, so that one learning rate suits both (Moonlight, arXiv 2502.16982, section 2.2)."""
+"""Root mean square of the entries of Muon's update before the learning rate. AdamW's has about the
+same in practice, so one learning rate suits both (Moonlight, arXiv 2502.16982, section 2.2)."""
 
 
 def make_optimizer(
@@ -81,11 +81,10 @@ def make_optimizer(
     first_moment_dtype: str = "float32",
     average: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes the optimizer called ``name``, after clipping by the global norm.
+    """Returns the optimizer called ``name``, preceded by clipping to a global norm.
 
-    Its ``update`` takes the number of the step, from 0, as ``step``: the learning rate is that of
-    the step. What the moments' bias is corrected by counts the updates that there were, which are
-    fewer where steps were skipped.
+    Its ``update`` takes the number of the step, from 0, as ``step``, which determines the learning
+    rate. The bias correction of the moments counts updates, which are fewer if steps were skipped.
 
     Args:
       schedule: learning rate by step.
@@ -94,9 +93,9 @@ def make_optimizer(
       b1: AdamW's first moment decay.
       b2: AdamW's second moment decay.
       eps: epsilon of AdamW and of Muon.
-      weight_decay: on matrices only; with "muon", on those that Muon updates.
+      weight_decay: weight decay of matrices; with "muon", only of those that Muon updates.
       clip_norm: the global gradient norm is clipped to this.
-      first_moment_dtype: that moments are kept in; they are computed in float32.
+      first_moment_dtype: dtype in which first moments are stored; they are computed in float32.
       average: decay of the moving average of the parameters (`average_parameters`); 0 for none.
     """
     if name == "muon":
@@ -127,7 +126,7 @@ def make_optimizer(
 
 
 def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:
-    """Multiplies updates by the learning rate of the step that they are of; keeps no count."""
+    """Multiplies updates by the learning rate of their step; keeps no count of its own."""
 
     def update(
         updates: Any, state: optax.EmptyState, parameters: Any = None, *, step: Array, **_: Any
@@ -142,8 +141,8 @@ class ParameterAverage(NamedTuple):
     """State of `average_parameters`.
 
     Attributes:
-      updates: int32 scalar, how many there were.
-      average: like the parameters.
+      updates: int32 scalar, the number of updates so far.
+      average: the averages, in the structure of the parameters.
     """
 
     updates: Array
@@ -151,10 +150,11 @@ class ParameterAverage(NamedTuple):
 
 
 def average_parameters(decay: float) -> optax.GradientTransformation:
-    """Keeps a moving average of the parameters as they are after each update; changes no update.
+    """Keeps a moving average of the parameters after each update; must be the last of a chain, and
+    leaves updates unchanged.
 
-    The last of a chain. As the first parameters mean little, the decay grows to its value: after
-    t updates it is at most (1 + t) / (10 + t).
+    Since early parameters mean little, the decay grows to its value: after t updates it is at most
+    (1 + t) / (10 + t).
     """
 
     def init(parameters: Any) -> ParameterAverage:
@@ -172,7 +172,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged_parameters(state: Any, parameters: Any) -> Any:
-    """Returns what an optimizer's state has as the average of the parameters; else the
+    """Returns the average of the parameters if the optimizer's state has one, else the
     parameters."""
 
     def is_average(node: Any) -> bool:
@@ -183,8 +183,8 @@ def averaged_parameters(state: Any, parameters: Any) -> Any:
 
 
 def decayed(parameters: Any) -> Any:
-    """Marks what weight decay applies to: matrices. Norm scales and biases are spared, although
-    stacking the layers gives them two axes."""
+    """Marks the parameters with weight decay, which are the matrices. Norm scales and biases have
+    none, although stacking the layers gives them two axes."""
 
     def is_matrix(path: tuple[Any, ...], _: Array) -> bool:
         return not {"scale", "bias"} & set(_names(path))
@@ -193,8 +193,8 @@ def decayed(parameters: Any) -> Any:
 
 
 def layer_matrices(parameters: Any) -> Any:
-    """Returns, for each matrix of a layer, ``[layers, out, in]``, the axes Muon orthogonalises
-    over; None for all else."""
+    """Returns the axes that Muon orthogonalises for each matrix of a layer, ``[layers, out, in]``;
+    None for all other parameters."""
 
     def dimensions(path: tuple[Any, ...], _: Array) -> optax.contrib.MuonDimensionNumbers | None:
         stacked = {"layers", "weight"} <= set(_names(path))

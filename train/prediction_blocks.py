@@ -1,8 +1,9 @@
-"""`prediction_blocks`: how many blocks of a row its prediction stream has room for.
+"""`prediction_blocks`: how many of a row's blocks its prediction stream has room for.
 
-A block without a token to mask, as of a prompt, is seen by no token of the prediction stream, and
-no loss counts it there. So the stream holds the other blocks only, at places that vary by row
-(`wedlm_jax.masks.DualStreamMask`). Their number cannot vary: it is that of the row which has most.
+A block without trainable tokens, such as one of a prompt, is of no use in the prediction stream: no
+token of other blocks sees it there, and no loss counts it. So the stream has only the other blocks,
+at places that vary by row (`wedlm_jax.masks.DualStreamMask`). Their number cannot vary, and is that
+of the row with the most.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from wedlm_jax.packing import prediction_blocks, trainable_blocks
 def with_prediction_blocks(
     config: TrainConfig, needed: Callable[[TrainConfig], int | None], sequence: int
 ) -> TrainConfig:
-    """Returns the recipe with the number that its data needs, in each of its phases.
+    """Returns the recipe with ``prediction_blocks`` set, in each of its phases.
 
     Args:
-      config: the recipe; 0 stands for what is needed.
-      needed: maps a phase's recipe to the most blocks with a trainable token that one of its rows
-        has; None where that is not known.
-      sequence: devices that share the tokens of a row, so must divide them.
+      config: the recipe; 0 is replaced by what the data needs.
+      needed: maps a phase's recipe to the most blocks with a trainable token in one of its rows;
+        None if that is not known.
+      sequence: how many devices share the tokens of a row, whose number they must divide.
 
     Raises:
-      InputError: the recipe has a number that is less than needed, or more than a row has.
+      InputError: the recipe's number is less than needed, or more than a row has.
     """
     if config.objective != "wedlm":
         return config
@@ -71,7 +72,7 @@ def _chosen(config: TrainConfig, name: str, needed: int | None, sequence: int) -
 
 
 def _room(config: TrainConfig, needed: int, sequence: int) -> int:
-    """Returns the least number from ``needed`` on that the mesh divides."""
+    """Returns the smallest number of blocks, at least ``needed``, that the mesh can divide."""
     count = config.row_length // config.block_size
     room = max(needed, 1)
     while room < count and (config.row_length + room * config.block_size) % sequence:
@@ -82,8 +83,8 @@ def _room(config: TrainConfig, needed: int, sequence: int) -> int:
 def blocks_of_rows(
     rows: dict[str, np.ndarray], config: TrainConfig, sequence: int
 ) -> dict[str, np.ndarray]:
-    """Adds to rows in memory, arrays ``[N, L]``, the places of their prediction blocks, if any
-    block can be left out."""
+    """Adds the places of prediction blocks to rows in memory, arrays ``[N, L]``, if any block can
+    be left out."""
     trainable, size = rows["trainable"], config.block_size
     room = _room(config, most_trainable_blocks(trainable, size), sequence)
     if config.objective != "wedlm" or room * size == config.row_length:
@@ -94,13 +95,13 @@ def blocks_of_rows(
 
 
 def most_trainable_blocks(trainable: np.ndarray, block_size: int) -> int:
-    """Returns the most blocks with a token to mask that one of the rows ``[N, L]`` has."""
+    """Returns the most blocks with a trainable token in any of the rows ``[N, L]``."""
     return int(trainable_blocks(trainable, block_size).sum(-1).max(initial=0))
 
 
 def needed_by_sources(config: TrainConfig) -> int | None:
-    """Returns the most blocks with a trainable token that a row of ``data.sources`` has; None where
-    a folder does not say.
+    """Returns the most blocks with a trainable token in any row of ``data.sources``; None if a
+    folder does not record it.
 
     Raises:
       InputError: a folder cannot be read.

@@ -1,7 +1,7 @@
-"""A recipe's program: model, mesh, the state's shapes and the compiled step, built in one place.
+"""A recipe's program: model, mesh, the state's shapes and the step, built in one place.
 
-`wedlm train` runs what `wedlm train --compile-only` compiles, because both call `make_program`.
-Nothing here holds a weight: shapes, dtypes and places are enough to compile.
+`wedlm train` runs what `wedlm train --compile-only` compiles, because both call `make_program`. It
+needs no weights: shapes, dtypes and shardings are enough to compile.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def optimizer_of(config: TrainConfig) -> optax.GradientTransformationExtraArgs:
 
 
 def lora_of(config: TrainConfig) -> LoraConfig | None:
-    """Returns the recipe's adapters; None where it trains all parameters."""
+    """Returns the recipe's adapters; None if it trains all parameters."""
     lora = config.lora
     targets = tuple(name for name in TARGETS if name in lora.targets)
     if not lora.rank:
@@ -86,8 +86,8 @@ def abstract_state(
     optimizer: optax.GradientTransformationExtraArgs,
     frozen: nnx.State | None = None,
 ) -> TrainState:
-    """Returns shapes, dtypes and places of the first state; ``parameters`` and ``frozen`` may be
-    shapes, too."""
+    """Returns the shapes, dtypes and shardings of the first state; ``parameters`` and ``frozen``
+    may be shapes, too."""
 
     def first(parameters: nnx.State, frozen: nnx.State | None) -> TrainState:
         step, moments = jnp.zeros((), jnp.int32), optimizer.init(parameters)
@@ -102,8 +102,8 @@ def abstract_state(
 
 
 def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRows:
-    """Returns shapes, dtypes and places of a global batch ``[A, R, L]`` of a run with this many
-    sources."""
+    """Returns the shapes, dtypes and shardings of a global batch ``[A, R, L]`` of a run with this
+    many sources."""
     place = batch_sharding(mesh)
 
     def array(width: int, dtype: Any) -> Any:
@@ -126,15 +126,15 @@ class TrainProgram:
     Attributes:
       config: the recipe.
       model: the architecture that it trains.
-      lora: the adapters that it trains beside frozen parameters; None where it trains all.
-      mesh: where.
+      lora: the adapters that it trains while the model is frozen; None if it trains all parameters.
+      mesh: the mesh that it runs on.
       graph: graph definition of the model.
-      optimizer: under its schedule.
+      optimizer: the optimizer, with its schedule.
       objective: what is learned.
-      step: jitted; see `train.step.make_train_step`.
-      state: shapes, dtypes and places of the state that the step reads and writes.
-      rows: the same of a global batch.
-      key: the same of the masks' key.
+      step: the jitted step; see `train.step.make_train_step`.
+      state: shapes, dtypes and shardings of the state that the step reads and writes.
+      rows: shapes, dtypes and shardings of a global batch.
+      key: shape, dtype and sharding of the masks' key.
     """
 
     config: TrainConfig
@@ -150,25 +150,25 @@ class TrainProgram:
     key: Any
 
     def lower(self, rows: PackedRows | None = None) -> jax.stages.Lowered:
-        """Traces the step. Called under ``jax.set_mesh(mesh)``.
+        """Traces the step. Call this under ``jax.set_mesh(mesh)``.
 
         Args:
-          rows: those of a phase with batches of another shape; from `abstract_rows`.
+          rows: from `abstract_rows`, for a phase with batches of another shape.
         """
         return self.step.lower(self.state, rows or self.rows, self.key)
 
     def compile(self, rows: PackedRows | None = None) -> jax.stages.Compiled:
-        """Compiles `lower` for the mesh's own devices, with the flags that suit them."""
+        """Compiles the step for the mesh's devices, with the flags that suit them."""
         options: Any = compiler_options(self.mesh.devices.flat[0].device_kind)
         lowered = self.lower(rows)
         return compiled(lambda: lowered.compile(compiler_options=options or None))
 
     def mask_key(self) -> jax.Array:
-        """Makes the key from which the masks of all steps are drawn, on every device."""
+        """Returns the key from which the masks of all steps are drawn, replicated."""
         return jax.jit(lambda: jax.random.key(self.config.seed), out_shardings=self.key.sharding)()
 
     def random_parameters(self) -> nnx.State:
-        """Draws what is trained from the recipe's seed, each parameter where it lies."""
+        """Draws the trained parameters from the recipe's seed, each with its sharding."""
 
         def make() -> nnx.State:
             return _split(_transformer(self.model, self.config), self.config)[1]
@@ -177,11 +177,11 @@ class TrainProgram:
         return jax.jit(make, out_shardings=layout)()
 
     def first_state(self, given: nnx.State | None = None) -> TrainState:
-        """Makes the state before the first step, all where it lies.
+        """Returns the state before the first step, with its shardings.
 
         Args:
-          given: the model's parameters, placed already: those to train, or, where adapters are
-            trained, those that stay. By default they are drawn.
+          given: the model's parameters, with their shardings: the ones to train or, if adapters are
+            trained, the frozen ones. By default they are drawn.
         """
         frozen = given if self.lora else None
         parameters = self.random_parameters() if given is None or self.lora else given
@@ -200,8 +200,9 @@ def make_program(
     Args:
       config: the recipe.
       model: the architecture; see `train.start.recipe_model`.
-      mesh: from `wedlm_jax.sharding.make_mesh`, of devices that are here or absent.
-      sources: those of the whole run, where the recipe is a phase's; by default the recipe's.
+      mesh: from `wedlm_jax.sharding.make_mesh`; its devices may be absent.
+      sources: the number of sources of the whole run, if the recipe is a phase's; by default the
+        recipe's.
 
     Raises:
       InputError: sizes that the mesh does not divide, an attention kernel that is not for these
@@ -238,7 +239,7 @@ def make_program(
 
 
 def _transformer(architecture: ModelConfig, config: TrainConfig) -> Transformer:
-    """Draws the model of a recipe, with its adapters."""
+    """Returns a recipe's model, drawn at random, with its adapters."""
     rngs = nnx.Rngs(params=jax.random.key(config.seed))
     model, lora = Transformer(architecture, rngs=rngs), lora_of(config)
     if config.quantized_training == "int8":
@@ -249,8 +250,8 @@ def _transformer(architecture: ModelConfig, config: TrainConfig) -> Transformer:
 def _split(
     model: Transformer, config: TrainConfig
 ) -> tuple[nnx.GraphDef[Transformer], nnx.State, nnx.State | None]:
-    """Returns a model's graph, what is trained of it, and, in the compute dtype, what is not; of
-    their shapes, too."""
+    """Returns a model's graph, its trained parameters and, in the compute dtype, its frozen ones.
+    The model may consist of shapes."""
     if model.lora is None:
         graph, parameters = nnx.split(model)
         return graph, parameters, None

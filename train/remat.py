@@ -1,10 +1,10 @@
-"""`loss.remat: auto`: the policy that recomputes least and fits, and micro-batches small enough
-for it, found by compiling.
+"""`loss.remat: auto`: finds, by compiling, the policy that recomputes least and fits into memory,
+and the size of micro-batches.
 
-How much a step holds is the compiler's to say. Each policy holds less than the one before it, so
-halving the list finds the first that fits in three compilations, with the smallest micro-batches
-that there can be. These are then made as large as fits. What was found is remembered beside the
-compiled programs, and not looked for again.
+Only the compiler knows how much memory a step takes. Each policy takes less than the one before it,
+so a binary search, with the smallest possible micro-batches, finds the first that fits in three
+compilations. Micro-batches are then made as large as fits. The result is remembered in the folder
+of compiled programs.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from wedlm_jax.host.progress import saying_once
 from wedlm_jax.model.rematerialisation import POLICIES
 
 SPARE = 0.1
-"""Share of a device's memory that a policy must leave free, for fragments and what else runs."""
+"""Share of a device's memory that a policy must leave free, for fragmentation and other programs.
+"""
 REMEMBERED = "remat.json"
 
 LEAST_TOKENS = 4096
-"""Of a device in a micro-batch, both streams together: with fewer, gathers of weights would take
-longer than the products that they are for, by the bounds of docs/compile-report.md for v6e."""
+"""The least tokens of a device per micro-batch, of both streams. With fewer, gathering weights
+would take longer than their products, by the bounds in docs/compile-report.md for v6e."""
 
 PeakOf = Callable[[TrainConfig], int | None]
-"""The compiler's peak in bytes on one device of a recipe's `largest_phase`; None if it does not
-fit."""
+"""Maps a recipe to the compiler's peak of memory, in bytes on one device, for its `largest_phase`;
+None if it does not fit."""
 
 
 def first_that_fits(peaks: Sequence[Callable[[], int | None]], capacity: int, start: int) -> int:
-    """Returns the index of the first peak that leaves `SPARE` of ``capacity`` bytes, each being at
-    least the next one.
+    """Returns the index of the first peak that leaves `SPARE` of ``capacity`` bytes free.
 
     Args:
-      peaks: each compiles a program.
-      capacity: capacity of one device.
-      start: the index to begin with; then what is left is halved.
+      peaks: functions that compile a program and return its peak; the peaks must not increase.
+      capacity: memory of one device in bytes.
+      start: the index to begin with; after it the search is binary.
 
     Raises:
       InputError: none does.
@@ -77,8 +77,9 @@ def first_that_fits(peaks: Sequence[Callable[[], int | None]], capacity: int, st
 
 
 def possible_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
-    """Lists, ascending, into how many each micro-batch of a recipe can be cut, all of its phases
-    alike, so that every device still has whole rows and `LEAST_TOKENS`. A CPU gains nothing."""
+    """Returns, in ascending order, into how many parts the micro-batches of all phases can be cut
+    such that every device still has whole rows and `LEAST_TOKENS`. On a CPU they are not cut, since
+    nothing would be gained."""
     batch, sequence = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["sequence"]
     if mesh.devices.flat[0].platform == "cpu":
         return [1]
@@ -100,20 +101,20 @@ def settled(
     peak_of: PeakOf,
     say_it: Callable[[str], None] = say,
 ) -> TrainConfig:
-    """Returns the recipe with a policy in place of ``auto``, and with as many micro-batches as let
-    it fit; the recipe itself if it names a policy.
+    """Returns the recipe with a policy in place of ``auto``, and with enough micro-batches for it
+    to fit; the recipe itself if it names a policy.
 
-    Both are for all phases, so they are those of the one whose step takes the most memory. On a
-    TPU ``products`` is the first policy: ``none`` reads from memory what is as soon computed. A CPU
-    has much memory beside what it computes, so the search begins with ``none`` there: the program
-    that will run is then the only one compiled.
+    Both apply to all phases, so they are those of the phase whose step takes the most memory. On a
+    TPU the first policy is ``products``, since ``none`` reads from memory what could be recomputed
+    as fast. A CPU has much memory for its speed, so the search begins with ``none`` there: usually
+    the program that will run is then the only one compiled.
 
     Args:
       config, model: what is compiled.
-      mesh: for which devices.
-      capacity: bytes of memory of one; None where it is not known.
+      mesh: the devices to compile for.
+      capacity: memory of one device in bytes; None if it is not known.
       peak_of: compiles the step of `largest_phase`.
-      say_it: told what was chosen.
+      say_it: called with a message about the choice.
 
     Raises:
       InputError: no policy fits, or the capacity is not known.
@@ -144,7 +145,7 @@ def settled(
         how = "found by compiling"
     else:
         how = "as remembered"
-    # All processes must run the same program, whatever each of them remembers.
+    # All processes must run the same program, even if they remember different results.
     found = np.array([POLICIES.index(known[0]), known[1]]) if is_first() else np.zeros(2, np.int64)
     index, count = (int(number) for number in sum_over_all(found))
     memory.keep((POLICIES[index], count))
@@ -155,7 +156,7 @@ def settled(
 
 
 def settled_here(program: TrainProgram) -> TrainProgram:
-    """Returns the program of the `settled` recipe for the mesh's own devices. Called under
+    """Returns the program of the `settled` recipe for the mesh's devices. Call this under
     ``jax.set_mesh(program.mesh)``."""
     config, model, mesh = program.config, program.model, program.mesh
 
@@ -172,8 +173,8 @@ def settled_here(program: TrainProgram) -> TrainProgram:
     capacity = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if mesh.devices.flat[0].platform == "cpu":
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    own = settled(config, model, mesh, capacity, peak_of)
-    return program if own is config else make_program(own, model, mesh)
+    result = settled(config, model, mesh, capacity, peak_of)
+    return program if result is config else make_program(result, model, mesh)
 
 
 def chosen(config: TrainConfig, policy: str, parts: int = 1) -> TrainConfig:
@@ -194,7 +195,7 @@ def chosen(config: TrainConfig, policy: str, parts: int = 1) -> TrainConfig:
 
 
 def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
-    """Names everything that the memory of a step depends on."""
+    """Returns a digest of everything that the memory of a step depends on."""
     fields = dataclasses.asdict(largest_phase(config).config)
     sizes = ("rows", "accumulation", "row_length", "block_size", "prediction_blocks")
     kinds = ("objective", "quantized_training", "mesh", "loss", "lora")
@@ -202,14 +203,14 @@ def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
     optimizer = fields["optimizer"]
     given |= {name: optimizer[name] for name in ("name", "first_moment_dtype")}
     given |= {"averaged": optimizer["average"] > 0, "norms": fields["metrics"]["norms"]}
-    # A run that goes on reads its own description, which is a WeDLM's whatever it began with.
+    # A resumed run reads its own description, which is a WeDLM's even if it began with another.
     model = dataclasses.replace(model, model_type="wedlm")
     given |= {"model": repr(model), "devices": devices, "jax": jax.__version__}
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
 class _Memory:
-    """Remembers what was found, by key, in the folder of compiled programs, if there is one."""
+    """Remembers results by key in the folder of compiled programs, if there is one."""
 
     def __init__(self, key: str):
         folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
@@ -217,7 +218,7 @@ class _Memory:
         self._key = key
 
     def recall(self, policies: Sequence[str], parts: Sequence[int]) -> tuple[str, int] | None:
-        """Returns a policy and into how many each micro-batch is cut, where these are possible."""
+        """Returns the remembered policy and number of parts, if they are still possible."""
         match self._all().get(self._key):
             case [policy, count] if policy in policies and count in parts:
                 return policy, count

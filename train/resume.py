@@ -1,17 +1,17 @@
-"""What a run goes on from: its own states, under a recipe that may have changed since, or a state
-of another run, `branch_from`.
+"""Resumes a run from its own states, under a recipe that may have changed since, or branches from a
+state of another run (`branch_from`).
 
-A change of the recipe is reported. It is harmless where the steps that the run has done would have
-come out as they did, but for rounding: how often it saves, on how many devices it runs, what it
-does from a later step on. All else is refused without ``--allow-changed``: the states would be of
-one recipe and the steps after them of another.
+Changes of the recipe are reported. A change is harmless if the completed steps would have had the
+same result, apart from rounding: how often the run saves, on how many devices it runs, what it does
+from a later step on. All other changes are refused without ``--allow-changed``, because the states
+would come from one recipe and later steps from another.
 
-Step s of a run reads what `RowOrder` decides. The states of a run do not say on what rows they
-were trained, so the run says it beside them, in `order.json`.
+`RowOrder` determines which rows a step reads. States do not record the rows on which they were
+trained, so the run records the order in `order.json`.
 
-A run that branches takes all that the other's state has: step number, parameters, optimizer and
-guard; and since a batch depends on the recipe and the step alone, the place in the data, too. The
-other run's folder is only read, and only at the beginning: what the new run needs of it is copied
+A run that branches takes everything in the other run's state: step number, parameters, optimizer
+and guard; and, since a batch depends on the recipe and the step alone, the place in the data, too.
+The other run's folder is only read, and only at the beginning: what the new run needs is copied
 before its first step.
 """
 
@@ -45,21 +45,21 @@ from wedlm_jax.host.processes import is_first, say, text_of_first
 from wedlm_jax.host.storage import absolute, as_path, folder_of_this_machine
 
 ORIGIN = "origin.json"
-"""In a run's folder: the run and the step that it was branched from, and where that came from."""
+"""A file with the run and step from which a run was branched, and the origin of that run."""
 DECISIVE = {
     "optimizer.name": "adamw",
     "optimizer.first_moment_dtype": "float32",
     "optimizer.average": 0.0,
 }
-"""Fields that decide which arrays an optimizer's state has, with their defaults."""
+"""Fields that determine which arrays an optimizer's state has, with their defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Names a state of another run.
+    """A state of another run, from which a run branches.
 
     Attributes:
-      run: that run's folder.
+      run: the other run's folder.
       step: step of the state.
     """
 
@@ -75,10 +75,11 @@ class Origin:
 
 
 def origin_of(config: TrainConfig) -> Origin | None:
-    """Finds the state that a recipe branches from; None where it does not.
+    """Returns the state that a recipe branches from; None if it does not branch.
 
     Raises:
-      InputError: there is no such state, which names those that there are, or it is the run's own.
+      InputError: there is no such state, in which case the message lists the existing ones; or it
+        is the run's own.
     """
     text = config.branch_from
     if text is None:
@@ -117,10 +118,10 @@ def _parts(text: str) -> tuple[Path, int | None]:
 
 
 def check_origin(origin: Origin, program: TrainProgram) -> None:
-    """Refuses a state of another model or optimizer than the recipe's, by headers.
+    """Refuses a state of another model or optimizer than the recipe's, going by its headers.
 
     Raises:
-      InputError: naming the field of the recipe, or the array, that is other.
+      InputError: they differ; the message names the field of the recipe, or the array.
     """
     _check_optimizer(origin, program.config)
     try:
@@ -130,13 +131,13 @@ def check_origin(origin: Origin, program: TrainProgram) -> None:
 
 
 def _check_optimizer(origin: Origin, config: TrainConfig) -> None:
-    """Compares fields of the two recipes, where the other run has one: it tells more than shapes
-    do."""
+    """Compares fields of the two recipes, if the other run has one: this gives a clearer message
+    than comparing shapes."""
     try:
         text = (origin.run / CONFIG).read_text(encoding="utf-8")
         saved = OmegaConf.create(text)
     except Exception:
-        # A YAML parser, and a bucket's client, have many error types of their own.
+        # YAML parsers and clients of buckets have many error types.
         return
     ours: Any = OmegaConf.create(dataclasses.asdict(config))
     for field, default in DECISIVE.items():
@@ -151,12 +152,11 @@ def _check_optimizer(origin: Origin, config: TrainConfig) -> None:
 
 
 def write_origin(origin: Origin, output: Path, logs: Path) -> None:
-    """Writes down where a run comes from, and the means that its first line of metrics goes on
-    with.
+    """Records where a run comes from, and copies the running means with which its metrics continue.
 
     Args:
       output: the new run's folder.
-      logs: where it writes its logs.
+      logs: the folder of its logs.
     """
     if not is_first():
         return
@@ -172,47 +172,46 @@ def write_origin(origin: Origin, output: Path, logs: Path) -> None:
 
 ORDER = "order.json"
 CHANGES = "changes.jsonl"
-"""What was not as before, at each step from which a run went on with another recipe."""
+"""A file with what had changed at each step from which a run continued with another recipe."""
 ALLOW = "--allow-changed"
 
 EACH_ITS_OWN = re.compile(r"(output|branch_from) was ")
-"""Changes that every run has which branches."""
+"""Changes that every branched run has."""
 HARMLESS = re.compile(
     r"output|branch_from|checkpoint_\w+|keep_\w+|export_dtype|log_every|prediction_blocks"
     r"|optimizer.max_skipped"
     r"|data.(workers|prefetch)|loss.(chunk|remat|attention|tile|unroll)|(mesh|metrics|evaluation)\..*"
 )
-"""Fields that change how a run is done, kept and watched. A field that is in none of these lists
-is refused, so a new one is until somebody has thought about it."""
+"""Fields that affect only how a run is executed, saved and monitored. A field in none of these
+lists is refused, so new ones are until someone has classified them."""
 BY_CONTENT = re.compile(
     r"seed|rows|accumulation|row_length|block_size|phases"
     r"|data.(sources|skip|tokenizer)"
 )
-"""Fields of which `RowOrder` tells whether they change anything: a folder that was moved does
-not."""
+"""Fields for which `RowOrder` shows whether a change matters; a moved folder does not."""
 BY_RATE = re.compile(
     r"steps|phases|optimizer.(schedule|learning_rate|final_learning_rate|warmup_steps|decay_steps)"
 )
-"""Fields of the learning rate, harmless where it is the same at every step that was done."""
+"""Fields of the learning rate, harmless if it is the same at every completed step."""
 
 REMARKS = {
     "branch_from": "; the run goes on from its own states and does not read it",
     "model.init_from": "; the run goes on from its states and does not read it",
 }
-"""What a changed field means, where its name does not say."""
+"""Remarks on changed fields whose names do not explain the effect."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
-    """All that decides which rows a step reads.
+    """Everything that determines which rows a step reads.
 
     Attributes:
       seed: seed of the order, and of the masks.
       batch_rows: rows x accumulation.
-      row_length, block_size: of the rows.
-      sources: content and weight of each set of rows, in the recipe's order. Where it lies does
-        not matter.
-      phases: the same of each later phase, and the step from which it counts.
+      row_length, block_size: length and block size of the rows.
+      sources: content and weight of each set of rows, in the recipe's order; its location does not
+        matter.
+      phases: the same fields for each later phase, and the step from which they apply.
       skip: the batches that no step reads.
     """
 
@@ -225,7 +224,7 @@ class RowOrder:
     skip: list[list[int]] = dataclasses.field(default_factory=list)
 
     def differences(self, before: RowOrder, done: int) -> list[str]:
-        """Lists what is not as before, by the recipe's names, in what ``done`` steps have read."""
+        """Lists the differences, by the recipe's names, in what ``done`` steps have read."""
         names = {"batch_rows": "rows x accumulation"}
         changed = [
             f"{names.get(name, name)} was {getattr(before, name)}, is {getattr(self, name)}"
@@ -298,20 +297,20 @@ def begin_or_resume(
     logs: Path | None = None,
     origin: Origin | None = None,
 ) -> None:
-    """Reports what has changed since a run's states were written, and writes down the recipe.
+    """Reports what has changed since a run's states were written, and saves the recipe.
 
     Every process of the run calls this; process 0 reads, decides and writes.
 
     Args:
-      states: the steps of the states that there are, the same in all processes.
-      allow_changed: go on with another recipe.
-      logs: where the run's logs grow; by default in ``output``.
-      origin: where there are no states, that of another run to begin with. Its recipe may be
-        another, for that is what one branches for; but not what its steps have read.
+      states: the steps of the existing states, the same in all processes.
+      allow_changed: continue with another recipe.
+      logs: the folder of the run's logs; ``output`` by default.
+      origin: another run's state to begin with, if there are no states. Its recipe may differ,
+        which is the purpose of branching, but not what its steps have read.
 
     Raises:
-      InputError: in all processes: the run has states, which another recipe would have made
-        otherwise, or on other rows.
+      InputError: in all processes: the run has states, but with this recipe they would be
+        different, or trained on other rows.
     """
     refusal = ""
     if is_first():
@@ -365,7 +364,7 @@ def _begin_or_resume(
 
 
 def _saved_order(path: Path) -> RowOrder | None:
-    """Reads the saved order; None where there is none, as in runs of earlier versions."""
+    """Returns the saved order; None if there is none, as in runs of earlier versions."""
     try:
         return RowOrder(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -375,19 +374,19 @@ def _saved_order(path: Path) -> RowOrder | None:
 
 
 def _changed_fields(config: TrainConfig, run: Path, done: int, *, known: bool) -> dict[str, bool]:
-    """Returns a line for each field whose value is not the saved one, and whether that makes it
-    another run; none, aloud, where the saved recipe cannot be read.
+    """Returns a line for each field whose value differs from the saved one, and whether the change
+    is decisive. If the saved recipe cannot be read, prints that and returns none.
 
     Args:
       run: the folder of the saved recipe.
       done: completed steps.
-      known: whether `RowOrder` tells of the data.
+      known: whether the saved `RowOrder` is known, which then covers the data.
     """
     path = run / CONFIG
     try:
         saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
     except Exception as error:
-        # A YAML parser has many error types of its own.
+        # YAML parsers have many error types.
         reason = str(error).splitlines()[0]
         say(f"{path} cannot be read ({reason}): whether the recipe is as before is not known")
         return {}
@@ -421,7 +420,7 @@ def _same_rates(config: TrainConfig, saved: Any, done: int) -> bool:
         assert isinstance(before, TrainConfig)
         were = schedule_of(before)
     except Exception:
-        # Of an earlier version, in which a field was something else.
+        # A recipe of an earlier version, in which a field had another meaning.
         return False
     steps = np.arange(done)
     was, now = (

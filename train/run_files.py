@@ -1,8 +1,8 @@
-"""A run's folder: seen by every host, in a bucket or not, and the files in it that grow by lines.
+"""A run's folder, which all hosts must see and which may be in a bucket, and its growing files.
 
-A bucket's objects cannot be appended to. So logs are written on this machine and copied to the
-bucket whole, before every checkpoint and at the end: a run that is killed finds there what it had
-logged up to the state that it goes on from, which is all that it keeps.
+Objects in a bucket cannot be appended to. So logs are written on this machine and copied to the
+bucket as a whole, before every checkpoint and at the end. After it was killed, a run finds there
+what it had logged up to the state from which it resumes; later lines would be discarded anyway.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from wedlm_jax.host.processes import (
 from wedlm_jax.host.storage import as_path, bucket_error, is_remote, upload
 
 CONFIG = "config.yaml"
-"""A run's recipe."""
+"""The file of a run's recipe."""
 
 GROWING = ("*.jsonl", "time.json", "wandb.id")
-"""The files of a run that its next attempt goes on with."""
+"""The files of a run that its next attempt continues."""
 
 
 def open_output(name: str) -> Path:
-    """Makes a run's folder and finds out that every host sees it.
+    """Creates a run's folder and checks that every host sees it.
 
-    One process writes a file and all of them look for it; all have to call this. Without it a run
-    on folders that hosts do not share would stand still at its first checkpoint.
+    One process writes a file and all look for it, so all must call this. Without the check a run
+    whose hosts do not share the folder would hang at its first checkpoint.
 
     Raises:
       InputError: it cannot be written, or a host does not see what another wrote there.
@@ -52,7 +52,7 @@ def open_output(name: str) -> Path:
             output.mkdir(parents=True, exist_ok=True)
             path.write_text(token, encoding="utf-8")
         except Exception as error:
-            # A bucket's client has errors of many types, those of credentials among them.
+            # A bucket's client has many error types, such as those of credentials.
             told = bucket_error(output, "cannot be written", error)
             if isinstance(error, OSError) and not is_remote(output):
                 told = file_error(output, "cannot be written", error)
@@ -75,7 +75,7 @@ def open_output(name: str) -> Path:
 
 
 def _comes(there: Callable[[], bool]) -> bool:
-    """Returns whether something is so within `SEEN_WITHIN_S`."""
+    """Returns whether ``there()`` becomes true within `SEEN_WITHIN_S`."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while True:
         with contextlib.suppress(OSError):
@@ -87,13 +87,13 @@ def _comes(there: Callable[[], bool]) -> bool:
 
 
 class RunFiles:
-    """Keeps the files of a run that grow: those of its folder, or copies beside a bucket.
+    """Manages the growing files of a run: in its folder, or as local copies of those in a bucket.
 
     Args:
       output: the run's folder, from `open_output`.
 
     Attributes:
-      folder: where to write, on this machine.
+      folder: the folder on this machine to write to.
 
     Raises:
       InputError: another process trains in this folder.
@@ -119,11 +119,11 @@ class RunFiles:
                 self._fetch()
 
     def publish(self) -> None:
-        """Copies to the bucket what this process has written since the last time: the first its
-        logs, any of them its profiles. All processes call this.
+        """Copies to the bucket what this process has written since the last call: logs in process
+        0, profiles in any. All processes call this.
 
         Raises:
-          StorageFailure: in all, when one of them cannot.
+          StorageFailure: in all processes, if one of them cannot write.
         """
         if self._temporary is not None:
             failure = ""
@@ -140,13 +140,12 @@ class RunFiles:
                 state = _state(path)
                 try:
                     upload(self._output / name, path.read_bytes())
-                except (InputError, StorageFailure) as error:  # the run was here already
+                except (InputError, StorageFailure) as error:  # it was writable before
                     raise StorageFailure(str(error)) from None
                 self._copied[name] = state
 
     def close(self) -> None:
-        """Copies what is left, removes the copies of this machine, and lets others have the
-        folder."""
+        """Copies what is left, removes the local copies, and unlocks the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -157,8 +156,7 @@ class RunFiles:
                 self.abandon()
 
     def abandon(self) -> None:
-        """Removes the copies of this machine; what was not published is rewritten by the next
-        attempt at the run."""
+        """Removes the local copies; the next attempt at the run rewrites what was not published."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
@@ -172,6 +170,6 @@ class RunFiles:
 
 
 def _state(path: Path) -> tuple[int, int]:
-    """Returns what is another when a file has been written to."""
+    """Returns a file's size and time, which change when it is written to."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns

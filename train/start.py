@@ -1,4 +1,4 @@
-"""What a run starts from: its tokenizer, its model's architecture and state, held-out rows."""
+"""What a run starts from: tokenizer, architecture, state, and held-out rows."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from wedlm_jax.host.storage import as_path, folder_of_this_machine, why_absent
 from wedlm_jax.model.lora import LoraConfig
 
 PARAMETERS = (*SIZES, *PARTS, "tie_word_embeddings")
-"""Fields of a ``config.json`` that say which parameters there are, in which shapes."""
+"""Fields of a ``config.json`` that determine the parameters and their shapes."""
 
 
 def tokenizer_folder(config: TrainConfig, *, before: Path | None = None) -> Path:
-    """Returns the tokenizer given, or that of the starting checkpoint.
+    """Returns the folder of the recipe's tokenizer, or of the starting checkpoint's.
 
     Args:
-      before: the folder of the run whose states it goes on from, its own or another; ``model/``
-        there goes before the starting checkpoint, which need not exist any more.
+      before: the folder of the run from whose states this one continues, its own or another.
+        ``model/`` there has precedence over the starting checkpoint, which may be gone.
 
     Raises:
       InputError: there is none.
@@ -76,19 +76,18 @@ def _has_tokenizer(folder: str | Path | None) -> bool:
 def recipe_model(
     config: TrainConfig, tokenizer_from: Path | None = None, run: Path | None = None
 ) -> ModelConfig:
-    """Returns the architecture that a recipe trains; no weight is read.
+    """Returns the architecture that a recipe trains, without reading weights.
 
     Args:
-      config: the recipe. Beside a checkpoint, what ``model.architecture`` says of the parameters
-        has to be so there, and the rest of it is taken instead of the checkpoint's, aloud.
-      tokenizer_from: the tokenizer's folder. It tells the vocabulary of a model from scratch, and
-        which token can be the mask; without it, to compile, any token is.
-      run: the folder of a run that goes on, or is branched from: its own model, wherever that
-        started from.
+      config: the recipe. If there is a checkpoint, fields of ``model.architecture`` that concern
+        parameters must agree with it; other fields replace the checkpoint's, with a message.
+      tokenizer_from: the tokenizer's folder. It determines the vocabulary of a model from scratch,
+        and which token can be the mask; without it, for compiling, any token can.
+      run: the folder of a run that is resumed or branched from, whose model is then used.
 
     Raises:
-      InputError: a field that is none of an architecture, or that is not as in the checkpoint; or
-        no token can be the mask.
+      InputError: a field does not belong to an architecture, or contradicts the checkpoint; or no
+        token can be the mask.
     """
     tokenizer = None if tokenizer_from is None else load_tokenizer(tokenizer_from)
     model = _architecture(config, tokenizer, run)
@@ -105,7 +104,7 @@ def recipe_model(
 def _architecture(
     config: TrainConfig, tokenizer: Tokenizer | None, run: Path | None
 ) -> ModelConfig:
-    """Returns a recipe's architecture; its mask token is that of the checkpoint, if it has one."""
+    """Returns a recipe's architecture, with the checkpoint's mask token, if it has one."""
     stated = config.model.architecture
     _refuse_unknown(stated)
     if run is not None and (run / RUN_MODEL / "config.json").exists():
@@ -114,7 +113,7 @@ def _architecture(
         folder = as_path(config.model.init_from)
         model = _with_architecture(read_architecture(folder), stated, folder)
         if run is not None and model.mask_token_id is None:
-            # Earlier versions took the published id for every model, and did not write it down.
+            # Earlier versions used the published id for every model, and did not record it.
             published = model.vocab_size > PUBLISHED_MASK_TOKEN_ID
             mask = PUBLISHED_MASK_TOKEN_ID if published else None
             model = dataclasses.replace(model, mask_token_id=mask)
@@ -127,14 +126,14 @@ def _architecture(
             "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
         }
     made = config_from_hf({**told, **stated})
-    # Where the recipe names none it is chosen as for an AR checkpoint.
+    # If the recipe names none, it is chosen as for an AR checkpoint.
     return dataclasses.replace(made, mask_token_id=stated.get("mask_token_id"))
 
 
 def with_turn_ends(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    """Returns an architecture whose texts end with the turns of the conversations that the recipe
-    trains on, too: a base checkpoint knows the end of a document alone, and its answers would run
-    on."""
+    """Returns an architecture whose texts also end with a turn, if the recipe trains on
+    conversations: a base checkpoint knows only the end of a document, so its answers would not
+    stop."""
     names = [name for phase in phases_of(config) for name in phase.config.data.sources]
     ends: list[int] = []
     for name in dict.fromkeys(names):
@@ -150,29 +149,29 @@ def with_turn_ends(config: TrainConfig, model: ModelConfig) -> ModelConfig:
 def mask_token(
     config: TrainConfig, tokenizer: Tokenizer, model: ModelConfig, own: str | None = None
 ) -> int | None:
-    """Returns the id of the run's mask token, and says which it is and whether the data has it.
+    """Returns the id of the run's mask token, and prints which it is and whether the data has it.
 
     Args:
-      config: the recipe, which may name another than the model has.
-      tokenizer: the model's.
-      model: the architecture; that of a run which goes on has the run's mask token.
+      config: the recipe, which may name another mask token than the model's.
+      tokenizer: the model's tokenizer.
+      model: the architecture; in a resumed run it has the run's mask token.
       own: the mask token that the tokenizer's folder names.
 
     Returns:
-      None for the objective "ar" alone, which needs no mask, and for a drafter's model without one:
-      its masks have an embedding beside the vocabulary's.
+      the id; None may be returned for the objective "ar", which needs no mask, and for "drafter",
+      whose masks have a separate embedding.
 
     Raises:
-      InputError: it cannot be the recipe's, or there is none (`choose_mask_token`).
+      InputError: the recipe's mask token cannot be used, or there is none (`choose_mask_token`).
     """
     if config.objective == "drafter":
         return model.mask_token_id
     stated = config.model.architecture.get("mask_token_id")
-    wanted = config.model.mask_token or (None if stated is None else str(stated))
+    requested = config.model.mask_token or (None if stated is None else str(stated))
     try:
-        chosen = choose_mask_token(tokenizer, model, wanted, own=own)
+        chosen = choose_mask_token(tokenizer, model, requested, own=own)
     except InputError:
-        if config.objective == "ar" and wanted is None:
+        if config.objective == "ar" and requested is None:
             return None
         raise
     say(f"mask token {describe_mask_token(tokenizer, chosen)}")
@@ -193,7 +192,7 @@ def _refuse_unknown(stated: dict[str, Any]) -> None:
 
 
 def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path) -> ModelConfig:
-    """Lays what a recipe says of its model over what a checkpoint says of itself."""
+    """Returns a checkpoint's architecture with the fields that a recipe states replaced."""
     for name in PARAMETERS:
         value = getattr(found, name)
         if stated.get(name, value) not in (value, None):
@@ -212,7 +211,7 @@ def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path)
 
 
 def check_paths(config: TrainConfig) -> None:
-    """Refuses what a recipe names and cannot be read or written where it lies.
+    """Refuses paths of a recipe that cannot be read or written in their location.
 
     Raises:
       InputError: a scheme that is not supported, rows that are in a bucket, no rows, or no model.
@@ -241,12 +240,12 @@ def check_paths(config: TrainConfig) -> None:
 
 
 def check_start(config: TrainConfig, *, before: Path | None = None) -> None:
-    """Refuses what cannot be started from, by headers, before anything is compiled: a checkpoint
-    whose tensors are not its model's, adapters without a model, or states of other adapters.
+    """Refuses to start, before anything is compiled, from a checkpoint whose tensors do not fit its
+    model (going by headers), with adapters but no model, or from states of other adapters.
 
     Args:
       config: the recipe.
-      before: the folder of the run whose states it goes on from, its own or another.
+      before: the folder of the run from whose states this one continues, its own or another.
     """
     if before is not None:
         was, now = described_lora(before), lora_of(config)
@@ -274,17 +273,17 @@ def _described(lora: LoraConfig | None) -> str:
 def starting_state(
     program: TrainProgram, checkpoints: Checkpoints, origin: Origin | None = None
 ) -> TrainState:
-    """Restores the state to train from, or imports it, or draws it: in the program's places.
+    """Restores the state to train from, imports it, or draws it, with the program's shardings.
 
-    A run that has states reads the newest whole one and nothing else, but for the parameters that
-    it does not train: these it writes to its folder once. A state of another run is written to its
-    folder, too, before anything else is done with it. All processes call this.
+    A run with states reads only the newest whole one, and the frozen parameters, which it has
+    written to its folder at its start. A state of another run is also written to the run's folder
+    before it is used. All processes call this.
 
     Args:
-      origin: where the run has no states, that of another run to begin with.
+      origin: another run's state to begin with, if the run has no states.
 
     Raises:
-      InputError: all states are damaged, or they are of another model.
+      InputError: all states are damaged, or they belong to another model.
     """
     frozen, mesh = program.lora is not None, program.mesh
     kept = as_path(program.config.output) / RUN_BASE
@@ -317,8 +316,9 @@ def starting_state(
 def held_out_rows(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """Returns the rows of ``evaluation.source`` to evaluate on, arrays ``[N, L]``, drawn by the
-    evaluation's seed. The first would be no sample: packing begins with the longest texts."""
+    """Returns the rows of ``evaluation.source`` to evaluate on, arrays ``[N, L]``, drawn with the
+    evaluation's seed. The first rows would not be representative, since packing begins with the
+    longest texts."""
     section = config.evaluation
     assert section.source is not None, "`check_paths` has looked"
     data = dataclasses.replace(config.data, sources={section.source: 1.0})

@@ -1,12 +1,12 @@
-"""The jitted training step: masks, loss, gradients, update, in one program.
+"""The jitted training step: masks, loss, gradients and update in one program.
 
-The global batch arrives as ``[A, R, L]``: A accumulation steps of R packed rows. The
-dual-stream batch is built on the device; denominators are taken over the whole global
-batch before the scan over A, so accumulation changes nothing but memory.
+The global batch arrives as ``[A, R, L]``: A accumulation steps of R packed rows. The dual-stream
+batch is built on the device; denominators are summed over the whole global batch before the scan
+over A, so accumulation affects only memory.
 
-A step is not taken where its gradients are not finite, or far above their usual size. It leaves
-parameters and optimizer as they were; the data and the learning rate move on, which are of the
-step's number. That is decided inside the program, so nothing waits for the host, which reads it
+A step is skipped if its gradients are not finite, or far larger than usual. Parameters and
+optimizer then stay unchanged; the data and the learning rate advance, since they depend on the
+step's number. This is decided inside the program, so nothing waits for the host, which reads it
 with the metrics (`train.watch.records`).
 """
 
@@ -44,17 +44,17 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain_tree
 
 NORM_DECAY = 0.98
-"""Of the running mean of gradient norms: it remembers about 50 steps."""
+"""The decay of the running mean of gradient norms, which covers about 50 steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """When a step is skipped.
+    """Rules for skipping steps.
 
     Attributes:
-      spike_factor: skip where the gradient norm exceeds this many times its running mean; 0
-        skips only what is not finite.
-      settle: steps before spikes are looked for, in which norms change much by themselves.
+      spike_factor: skip a step if its gradient norm exceeds the running mean by this factor; with
+        0, only steps whose norm is not finite are skipped.
+      settle: the first steps, whose norms vary much, in which spikes do not count.
     """
 
     spike_factor: float = 0.0
@@ -80,8 +80,8 @@ class GuardState:
 
 
 def judge(guard: Guard, state: GuardState, step: Array, norm: Array) -> tuple[Array, GuardState]:
-    """Decides whether step number ``step`` (0 is the first), with this gradient norm, is taken:
-    bool scalar, and what is remembered after it."""
+    """Returns whether step number ``step`` (from 0), with this gradient norm, is taken, a bool
+    scalar, and the guard's state after it."""
     taken, known = jnp.isfinite(norm), state.mean_norm > 0
     if guard.spike_factor:
         usual = norm <= guard.spike_factor * state.mean_norm
@@ -105,12 +105,12 @@ GROUPS = {
     "down_proj": "mlp",
     "scale": "norms",
 }
-"""Group of a parameter by a part of its path."""
+"""A parameter's group, by a part of its path."""
 
 
 def group_norms(tree: Any, name: str) -> dict[str, Array]:
-    """Returns the Euclidean norm of each group's leaves, all layers together: float32 scalars
-    called ``<name>_norm_<group>``."""
+    """Returns the Euclidean norm of each group's leaves over all layers, as float32 scalars called
+    ``<name>_norm_<group>``."""
     squares: dict[str, list[Array]] = collections.defaultdict(list)
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         parts = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -125,14 +125,14 @@ Metrics = dict[str, Any]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """All that a step reads and writes.
+    """Everything that a step reads and writes.
 
     Attributes:
       step: int32 scalar, completed steps.
-      parameters: those that are trained, an `nnx.State` in float32: the model's, or its adapters'.
+      parameters: the trained parameters, an `nnx.State` in float32: the model's or its adapters'.
       optimizer: the optax state.
-      guard: what decides which steps are skipped.
-      frozen: the model's other parameters, in the compute dtype; None where all are trained.
+      guard: the guard's memory.
+      frozen: the model's other parameters, in the compute dtype; None if all are trained.
     """
 
     step: Array
@@ -143,7 +143,7 @@ class TrainState:
 
 
 def forgiven(state: TrainState) -> TrainState:
-    """Returns the same state with no steps skipped in a row."""
+    """Returns the same state with the count of consecutive skipped steps reset."""
     none = jax.device_put(np.zeros((), np.int32), state.guard.skipped.sharding)
     return dataclasses.replace(state, guard=dataclasses.replace(state.guard, skipped=none))
 
@@ -153,14 +153,14 @@ class Objective:
     """What is learned.
 
     Attributes:
-      kind: "wedlm" (MLM + AR over dual streams), "ar" (next token only) or "drafter" (masks beside
-        a frozen model).
+      kind: "wedlm" (MLM + AR over dual streams), "ar" (next token only) or "drafter" (masks for a
+        frozen model).
       block_size: B of the dual stream, or W of a drafter's windows.
-      mask_token_id: what stands at masked inputs; unused by "ar".
-      suffix_share: the share of blocks whose masks are its last tokens.
-      windows, distance: of a drafter: windows of masks in a row, and the name in
-        `wedlm_jax.model.distillation.DISTANCES` of how far it is from its model.
-      loss: weights and memory of the loss.
+      mask_token_id: the token at masked inputs; only used by "wedlm".
+      suffix_share: the share of blocks whose last tokens are masked.
+      windows, distance: for a drafter, the windows of masks per row, and a distance in
+        `wedlm_jax.model.distillation.DISTANCES`.
+      loss: options of the loss.
     """
 
     kind: str
@@ -173,7 +173,7 @@ class Objective:
 
 
 class TrainStep(Protocol):
-    """Takes a step, jitted: called with arrays, or lowered with their shapes."""
+    """A jitted training step, which is called with arrays or lowered with their shapes."""
 
     def __call__(
         self, state: TrainState, rows: PackedRows, key: Array
@@ -191,23 +191,23 @@ def make_train_step(
     guard: Guard | None = None,
     norms: bool = True,
 ) -> TrainStep:
-    """Returns the jitted step; its state argument is donated. Called under ``jax.set_mesh``, it
-    runs on that mesh, laid out by the rules of `wedlm_jax.sharding`.
+    """Returns the jitted step, whose state argument is donated. Called under ``jax.set_mesh``, it
+    runs on that mesh, sharded by the rules of `wedlm_jax.sharding`.
 
     Args:
       graph: graph definition of the model.
-      optimizer: as from `make_optimizer`.
+      optimizer: an optimizer from `make_optimizer`.
       objective: what is learned.
-      schedule: the optimizer's, to report the learning rate.
-      guard: which steps are skipped; only those whose gradients are not finite by default.
-      norms: whether norms of parameters and updates are measured (`train.step`).
+      schedule: the optimizer's schedule, for reporting the learning rate.
+      guard: which steps are skipped; by default only those whose gradients are not finite.
+      norms: whether to measure norms of parameters and updates (`group_norms`).
 
     Returns:
-      ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``, ``key`` is the run's
-      mask key, folded with the step number inside. Metrics are float32 scalars, but losses by
-      mask ratio and by source (see `wedlm_jax.loss.wedlm_loss`) and ``denominators``, a
-      dictionary of what the losses were divided by; ``skipped`` counts the steps skipped in a
-      row, 0 where this one was taken.
+      ``step(state, rows, key)``: ``rows`` has arrays ``[A, R, L]``; ``key`` is the run's mask key,
+      into which the step number is folded. Metrics are float32 scalars, except losses by mask ratio
+      and by source (see `wedlm_jax.loss.wedlm_loss`) and ``denominators``, a dictionary of what the
+      losses were divided by; ``skipped`` counts consecutive skipped steps, and is 0 if this one was
+      taken.
     """
 
     @partial(jax.jit, donate_argnums=0)
@@ -220,7 +220,7 @@ def make_train_step(
             gradients, state.optimizer, state.parameters, step=state.step
         )
         parameters = optax.apply_updates(state.parameters, updates)
-        # Before clipping: a spike must be seen.
+        # Measured before clipping, which would hide a spike.
         norm = optax.global_norm(gradients)
         taken, guard_state = judge(guard or Guard(), state.guard, state.step, norm)
         # Both branches exist in the program, and a skipped step keeps the old state bit for bit.
@@ -244,13 +244,13 @@ def make_train_step(
 
 
 def with_frozen(parameters: nnx.State, frozen: nnx.State | None) -> nnx.State:
-    """Returns all parameters of a model of which some are trained."""
+    """Returns all parameters of a model, the frozen ones included."""
     return parameters if frozen is None else nnx.merge_state(parameters, frozen)
 
 
 def make_evaluation_step(graph: nnx.GraphDef[Transformer], objective: Objective) -> Any:
-    """Returns the jitted forward pass over held-out rows ``[A, R, L]``: the metrics of a training
-    step that depend on no gradient. ``key`` draws the masks."""
+    """Returns the jitted forward pass over held-out rows ``[A, R, L]``, which computes the metrics
+    of a training step that need no gradient. Its argument ``key`` draws the masks."""
 
     @jax.jit
     def evaluate(parameters: nnx.State, rows: PackedRows, key: Array) -> Metrics:
@@ -272,12 +272,12 @@ LossFn = Callable[[Transformer, Any, dict[str, Array]], tuple[Array, Metrics]]
 def prepare(
     objective: Objective, rows: PackedRows, key: Array
 ) -> tuple[PackedRows | DualStreamBatch | WindowBatch, dict[str, Array], LossFn]:
-    """Makes the model's batches ``[A, R, ...]``, the global denominators, and the loss to share
-    them."""
+    """Returns the model's batches ``[A, R, ...]``, global denominators, and the loss function."""
     if objective.kind == "ar":
         totals = jax.tree.map(partial(jnp.sum, axis=0), jax.vmap(ar_denominators)(rows))
         return rows, totals, partial(_call, ar_loss, objective.loss)
-    # A key for each row, so that its masks do not depend on how a step is cut into micro-batches.
+    # A key for each row, so that its masks do not depend on how a step is divided into
+    # micro-batches.
     keys = jax.random.split(key, rows.tokens.shape[:2])
     if objective.kind == "drafter":
         draw = partial(draw_anchors, count=objective.windows)
@@ -302,7 +302,7 @@ def _row_masks(objective: Objective, key: Array, trainable: Array) -> tuple[Arra
 def prepare_given(
     objective: Objective, rows: PackedRows, masked: Array, mask_ratio: Array
 ) -> tuple[DualStreamBatch, dict[str, Array], LossFn]:
-    """Does what `prepare` does, with masks and ratios ``[A, R, L]`` (logical order) given."""
+    """Does the same as `prepare` with given masks and ratios ``[A, R, L]``, in logical order."""
     if objective.mask_token_id is None:
         raise ValueError("WeDLM training needs a mask_token_id")
     build = partial(
@@ -310,8 +310,8 @@ def prepare_given(
     )
     batches = jax.vmap(build)(rows, masked, mask_ratio)
     per_step = jax.vmap(partial(wedlm_denominators, config=objective.loss))(batches)
-    # Denominators of the whole global batch, before any gradient: each micro-batch then adds its
-    # share of one mean, and accumulation changes nothing.
+    # Denominators of the whole global batch, before any gradient. Each micro-batch then adds its
+    # share of one mean, so accumulation does not change the result.
     totals = jax.tree.map(partial(jnp.sum, axis=0), per_step)
     return batches, totals, partial(_call, wedlm_loss, objective.loss)
 
@@ -330,8 +330,8 @@ def accumulate(
     loss: LossFn,
     frozen: nnx.State | None = None,
 ) -> tuple[nnx.State, Metrics]:
-    """Returns gradients by ``parameters`` and metrics of the global batch, one micro-batch in
-    memory at a time. ``frozen`` are the model's other parameters, if there are others."""
+    """Returns the gradients by ``parameters`` and the metrics of the global batch, computed one
+    micro-batch at a time. ``frozen`` are the model's other parameters, if any."""
 
     def total(parameters: nnx.State, batch: Any) -> tuple[Array, Metrics]:
         model = nnx.merge(graph, with_frozen(parameters, frozen))
@@ -342,7 +342,7 @@ def accumulate(
 
     def body(carry: tuple[nnx.State, Metrics], batch: Any) -> tuple[tuple, None]:
         gradients, shares = jax.tree.map(jnp.add, carry, gradient(parameters, batch))
-        # Cut like the parameters: a sum over micro-batches is never whole on a device.
+        # Sharded like the parameters, so that no device holds a whole sum over micro-batches.
         return (constrain_tree(gradients), shares), None
 
     first = jax.tree.map(lambda x: x[0], batches)

@@ -1,7 +1,7 @@
-"""What a train step costs: its matrix products, the memory of a device, and the device's peak.
+"""The costs of a training step: its matrix products, the memory of a device, and the device's peak.
 
-Products are worked out from the sizes, a multiply-add being two: the compiler's own count leaves
-the attention kernel out and takes the body of a loop once.
+FLOP of products are computed from sizes, counting a multiply-add as two, because the compiler's
+count omits the attention kernel and counts the body of a loop once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""bfloat16 FLOP/s without sparsity by the beginning of a device's kind, from their makers."""
+"""Published bfloat16 FLOP/s without sparsity, by the beginning of a device's kind."""
 # Products over each visible tile: scores and values; in the backward pass the scores again, and the
 # gradients of values, weights, queries and keys.
 _FORWARD, _BACKWARD = 2, 5
@@ -39,11 +39,11 @@ _FORWARD, _BACKWARD = 2, 5
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """Counts the products of a step by what computes them.
+    """The FLOP of a step.
 
     Attributes:
-      products: products of matrices with parameters.
-      attention: attention of queries, keys and values.
+      products: FLOP of products with parameters.
+      attention: FLOP of attention.
     """
 
     products: float
@@ -57,18 +57,18 @@ class StepFlops:
 def forward_flops(
     model: ModelConfig, rows: int, row_length: int, prediction: int | None = None
 ) -> float:
-    """Counts the products of the forward pass over packed rows, of what is visible and has a
-    target.
+    """Returns the FLOP of the forward pass over packed rows, counting only visible pairs and tokens
+    with a target.
 
-    Each stream passes through every layer. A query of either stream sees half the row on average
+    Each stream goes through every layer. A query of either stream sees half the row on average
     (both its own block and the memory are triangles), hence L²/2 pairs per row and stream.
 
     Args:
-      model: its shape.
-      rows: packed rows, all micro-batches together.
+      model: the architecture.
+      rows: packed rows, of all micro-batches together.
       row_length: L.
-      prediction: tokens of a row's prediction stream; 0 for plain next-token training. L if not
-        given.
+      prediction: tokens of a row's prediction stream; 0 for plain next-token training; L by
+        default.
     """
     prediction = row_length if prediction is None else prediction
     tokens = row_length + prediction
@@ -78,24 +78,24 @@ def forward_flops(
 
 
 def model_flops(config: TrainConfig, model: ModelConfig) -> float:
-    """Counts the products of a step, forward and backward, without recomputation: what MFU is
-    relative to."""
+    """Returns the FLOP of a step, forward and backward, without recomputation, to which MFU is
+    relative."""
     products = _row_products(config, model)
-    # Forward once, and backward twice as much where there is a backward pass.
+    # Forward once, and twice as much backward for tokens with a backward pass.
     tokens = config.row_tokens + 2 * _learning_tokens(config)
     attention = 2 * _FORWARD * _width(model) * tokens * config.row_length / 2
     return config.rows * config.accumulation * (products + attention)
 
 
 def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str = "") -> StepFlops:
-    """Counts the products that the step's program does for ``rows`` packed rows: what the backward
-    pass recomputes counts, and tiles of attention count whole.
+    """Returns the FLOP of the step's program for ``rows`` packed rows, including recomputation in
+    the backward pass and whole tiles of attention.
 
     Args:
-      kind: kind of device, which decides the size of tiles.
+      kind: kind of device, which determines the size of tiles.
     """
     kept = KEPT.get(config.loss.remat)
-    again = 0 if kept is None else _parameters_anew(model, kept)
+    again = 0 if kept is None else _recomputed_parameters(model, kept)
     repeats = kept is not None and "attended" not in kept
     pairs = rows * visited_pairs(config, kind)
     attention = 2 * _width(model) * pairs * (_FORWARD * (1 + repeats) + _BACKWARD)
@@ -103,9 +103,9 @@ def program_flops(config: TrainConfig, model: ModelConfig, rows: int, kind: str 
 
 
 def _row_products(config: TrainConfig, model: ModelConfig, again: int = 0) -> float:
-    """Counts the products of a row with parameters, forward and backward, of which the backward
-    pass recomputes ``again``."""
-    # No gradient of a parameter that stays as it is.
+    """Returns the FLOP of a row's products with parameters, forward and backward; ``again`` is the
+    number of parameters whose products are recomputed."""
+    # Frozen parameters have no gradient.
     passes, adapters = 2 if config.lora.rank else 3, 3 * _adapter_parameters(config, model)
     backward = (passes - 1) * _layer_parameters(model) + again + adapters
     layers = config.row_tokens * _layer_parameters(model) + _learning_tokens(config) * backward
@@ -116,18 +116,19 @@ def _row_products(config: TrainConfig, model: ModelConfig, again: int = 0) -> fl
 
 
 def _learning_tokens(config: TrainConfig) -> int:
-    """Counts a row's tokens that have a backward pass: of a drafter, its masks."""
+    """Returns how many of a row's tokens have a backward pass; for a drafter, only its masks."""
     return config.prediction_length if config.objective == "drafter" else config.row_tokens
 
 
 def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
-    """Counts pairs of a query and a key in the tiles that are visited, of one row.
+    """Returns the number of pairs of a query and a key in the visited tiles of one row.
 
     Args:
       kind: kind of device.
-      samples: number of equally long samples in the row. Tiles whose queries and keys are of other
-        samples are left out by the splash kernel, and where the prediction stream is shorter than
-    the row."""
+      samples: number of equally long samples in the row. Tiles whose queries and keys belong to
+        different samples are skipped by the splash kernel, and by others if the prediction stream
+        is shorter than the row.
+    """
     length, prediction = config.row_length, config.prediction_length
     splash = config.loss.attention == "splash"
     tile = tile_side(length, config.loss.tile, kind) if splash else min(DEFAULT_TILE, length)
@@ -136,40 +137,42 @@ def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
     grid = TileGrid(padded(length, tile), padded(prediction, tile), tile, size, placed)
     tiles = grid.visible()
     if splash or placed:
-        # Prediction blocks as evenly spread as they can be.
+        # Assumes evenly spread prediction blocks.
         place, within = np.divmod(np.arange(prediction), size)
         before = place * (length // size) // max(prediction // size, 1) * size
         index = np.arange(length)
         first, last = (x * samples // length for x in _ends(tile, index, before + within))
         query, key = tiles.T
         seen = (first[query] <= last[key]) & (first[key] <= last[query])
-        # No query sees a tile of the memory that begins after what it may see.
+        # Leaves out tiles of the memory that begin after what their queries may see.
         reach = _ends(tile, index + 1, before)[1]
         tiles = tiles[seen & ((key * tile < reach[query]) | (key * tile >= grid.memory))]
     return len(tiles) * tile**2
 
 
 def seen_pairs(config: TrainConfig, samples: int = 1) -> int:
-    """Counts pairs of a query and a key that it sees, of one row of ``samples`` of equal length."""
+    """Returns the number of visible pairs of a query and a key in one row of ``samples`` samples of
+    equal length."""
     bounds = np.arange(samples + 1) * config.row_length // samples
     total = 0
     for size in np.diff(bounds).tolist():
         triangle = size * (size + 1) // 2
-        # Of the prediction stream: earlier blocks in the memory, its own in order.
+        # The prediction stream sees earlier blocks of the memory, and its own block in order.
         total += triangle + triangle * config.prediction_length // config.row_length
     return total
 
 
 def _ends(tile: int, *streams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first and the last number of each tile of the padded streams."""
+    """Returns the first and the last number in each tile of the padded streams."""
     whole = [np.pad(x, (0, -len(x) % tile), mode="edge") for x in streams if len(x)]
     tiles = np.concatenate(whole).reshape(-1, tile)
     return tiles[:, 0], tiles[:, -1]
 
 
 def _targets(row_length: int, prediction: int) -> float:
-    """Counts a row's tokens that have a target. All of a stream of whole rows are trainable, and
-    half of them are masked on average; the memory has the same targets."""
+    """Returns how many of a row's tokens have a target, assuming that all of the prediction
+    stream's tokens are trainable. Half of them are masked on average; the memory has the same
+    targets."""
     return 1.5 * prediction if prediction else row_length
 
 
@@ -178,24 +181,24 @@ def _head_parameters(model: ModelConfig) -> int:
 
 
 def _layer_parameters(model: ModelConfig) -> int:
-    """Counts the parameters of all layers together, norms included."""
+    """Returns the number of parameters of all layers together, norms included."""
     return model.num_parameters(embeddings=False)
 
 
 def _adapter_parameters(config: TrainConfig, model: ModelConfig) -> int:
-    """Counts the adapters' parameters of all layers together."""
+    """Returns the number of the adapters' parameters of all layers together."""
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
-    # One side of each matrix is the hidden states'; here is the other.
+    # One side of each matrix is the hidden size; these are the other sides.
     sides = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
     sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), model.intermediate_size)
     total = sum(model.hidden_size + sides[name] for name in {*config.lora.targets})
     return model.num_hidden_layers * config.lora.rank * total
 
 
-def _parameters_anew(model: ModelConfig, kept: tuple[str, ...]) -> int:
-    """Counts parameters whose products the backward pass recomputes. No gradient needs a layer's
-    last product, the MLP's, so it never is."""
+def _recomputed_parameters(model: ModelConfig, kept: tuple[str, ...]) -> int:
+    """Returns the number of parameters whose products the backward pass recomputes. A layer's last
+    product, in the MLP, is never recomputed, since no gradient needs it."""
     d, mlp = model.hidden_size, model.hidden_size * model.intermediate_size
     queries = model.num_attention_heads * model.head_dim
     keys = model.num_key_value_heads * model.head_dim
@@ -210,18 +213,19 @@ def _parameters_anew(model: ModelConfig, kept: tuple[str, ...]) -> int:
 
 
 def _width(model: ModelConfig) -> int:
-    """Scores and values of one pair take two products of this width, all layers together."""
+    """Returns the width, over all layers, of the two products (scores, values) of a pair."""
     return model.num_attention_heads * model.head_dim * model.num_hidden_layers
 
 
 def peak_flops(device: jax.Device) -> float | None:
-    """Returns the bfloat16 FLOP/s of a device; None where it is not known, as for a CPU."""
+    """Returns the bfloat16 FLOP/s of a device; None if they are not known, as for a CPU."""
     kinds = [kind for kind in PEAK_FLOPS if device.device_kind.startswith(kind)]
     return PEAK_FLOPS[max(kinds, key=len)] if kinds else None
 
 
 def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
-    """Returns a line: what parameters, optimizer and the compiler's peak take of one device."""
+    """Returns a line about the memory of one device: parameters, optimizer, and the compiler's
+    peak."""
     device = jax.local_devices()[0]
     parameters, optimizer = local_bytes(state.parameters), local_bytes(state.optimizer)
     parts = [f"parameters {_gib(parameters)}", f"optimizer {_gib(optimizer)}"]
@@ -238,10 +242,10 @@ def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns what a program takes of one device's memory at its peak, by the compiler."""
+    """Returns the compiler's peak of a program's memory on one device, in bytes."""
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not count memory"
-    # A CPU's peak is without temporaries.
+    # On a CPU the reported peak excludes temporaries.
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     on_cpu = jax.local_devices()[0].platform == "cpu"
     return held if on_cpu else memory.peak_memory_in_bytes or held
