@@ -1,4 +1,4 @@
-"""Decides which sequence decodes when: requests, pages, cached prefixes, bursts of forwards.
+"""The decode engine: requests, pages, cached prefixes, bursts of forwards.
 
 Start with `wedlm_jax.engine.engine`; `scheduling` decides what runs, and `device` runs it.
 """

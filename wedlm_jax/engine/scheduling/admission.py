@@ -1,11 +1,11 @@
 """Admits waiting sequences to the device: first come, first served.
 
 The first in the queue gets an index as soon as some replica has a free one, and pages for its text
-and a window. Until then nothing behind it in the queue is admitted, so that it cannot starve.
+and a window. Until then no later sequence is admitted, so that it cannot starve.
 
-One exception makes shared prompts cheap: a sequence whose prefix another one is computing right now
-is deferred until that prefill is done. Others may pass it meanwhile, but only into the room that is
-left after its own has been set aside. A sequence never waits for the same prefill twice.
+One exception makes shared prompts cheap: a sequence whose prefix another one is computing is
+deferred until that prefill is done. Later sequences may overtake it meanwhile, but only into the
+room that is left after its room is reserved. A sequence never waits for the same prefill twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
 from wedlm_jax.engine.windows.choice import WindowChoice
 
 SHORTEST_REUSE = 32
-"""Shared tokens below which computing them again is as cheap as waiting for them."""
+"""The fewest shared tokens to wait for; fewer are computed again as cheaply."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class AdmissionRound:
 
     Attributes:
       admitted: sequences that got an index.
-      num_deferred: how many wait for another's prefill.
+      num_deferred: how many sequences wait for another's prefill.
       pages_are_short: whether a sequence waits although an index is free.
     """
 
@@ -43,7 +43,7 @@ class AdmissionRound:
 
 @dataclasses.dataclass
 class _Room:
-    """Holds what a replica can still give in this round."""
+    """What a replica can still give in this round."""
 
     replica: Replica
     indices: int
@@ -53,14 +53,14 @@ class _Room:
 
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
-    """Says where a sequence would go.
+    """A possible place for a sequence.
 
     Attributes:
       room: its replica.
-      nodes: the cached pages there.
-      pages: needed beside what it shares.
-      shared: tokens that it shares.
-      maker: the sequence that is still computing them; None if they are cached.
+      nodes: the cached pages of its text there.
+      pages: how many pages it needs in addition to shared ones.
+      shared: how many of its tokens it shares.
+      maker: the sequence that is still computing the shared tokens; None if they are cached.
     """
 
     room: _Room
@@ -74,8 +74,8 @@ class Admitter:
     """Gives waiting sequences their places.
 
     Args:
-      replicas: all of the same size.
-      windows: says what windows a request may get.
+      replicas: the replicas, all of the same size.
+      windows: determines the windows that a request may get.
     """
 
     def __init__(self, replicas: Sequence[Replica], windows: WindowChoice):
@@ -121,7 +121,7 @@ class Admitter:
         return len(sequence.text) + widest_span(windows.widest(request), windows.lookup(request))
 
     def _trim(self, rooms: Sequence[_Room]) -> bool:
-        """Takes back pages given for future forwards; returns whether there were any."""
+        """Takes back pages granted for future forwards; returns whether there were any."""
         trimmed = 0
         for room in rooms:
             if room.indices > 0:
@@ -134,7 +134,8 @@ class Admitter:
 
     def _place(self, sequence: SequenceState, rooms: Sequence[_Room]) -> _Candidate | None:
         """Chooses a replica with room: the one where most of the text is cached or soon will be,
-        unless it is far busier than another; of equals the least loaded. None without room."""
+        unless it is far busier than another; among equals, the least loaded. Returns None if no
+        replica has room."""
         places = [self._place_in(sequence, room) for room in rooms if room.indices > 0]
         fitting = [
             place
@@ -151,15 +152,14 @@ class Admitter:
         )
 
     def _watermark(self, room: _Room) -> int:
-        """Returns how many pages stay free: each running sequence soon needs another, and a
-        sequence admitted into the last ones would be the first to be preempted."""
+        """Returns how many pages must stay free. Each running sequence will soon need another, and
+        a sequence admitted into the last pages would be the first to be preempted."""
         return room.load
 
     def _place_in(self, sequence: SequenceState, room: _Room) -> _Candidate:
         replica = room.replica
         nodes, size = replica.cached(sequence), replica.pages.page_size
-        # Cached pages without a holder count as available; once this sequence reads them, they are
-        # not.
+        # Cached pages without a holder count as available, but not once this sequence reads them.
         unheld = replica.tree.unheld(nodes)
         needed = replica.pages.needed(self._tokens(sequence))
         maker, soon = self._maker(sequence, replica)
@@ -169,8 +169,8 @@ class Admitter:
         return _Candidate(room, nodes, needed - len(nodes) + unheld, shared, None)
 
     def _maker(self, sequence: SequenceState, replica: Replica) -> tuple[SequenceState | None, int]:
-        """Returns the sequence that is computing the longest prefix of this one's text, and how
-        many tokens of it, in full pages."""
+        """Returns the sequence that is computing the longest prefix of this one's text, and the
+        length of the prefix in full pages, in tokens."""
         best, most = None, 0
         size = replica.pages.page_size
         for maker in replica.running if replica.reuse else ():
@@ -184,7 +184,7 @@ class Admitter:
 
     @staticmethod
     def _has_waited(sequence: SequenceState, maker: SequenceState) -> bool:
-        """Tells whether it has waited before for this maker, which was preempted meanwhile."""
+        """Returns whether a sequence has waited for a maker that has been preempted since."""
         return sequence.waited_for.get(maker.number, maker.num_admissions) != maker.num_admissions
 
 
@@ -204,7 +204,8 @@ class ArrivalQueue:
     """A queue in order of arrival, to which a preempted sequence returns at its old place."""
 
     def __init__(self) -> None:
-        # Sorted from `_start` on. A removed arrival stays here until all before it are removed.
+        # Sorted from `_start` on. A removed arrival stays in the list until all before it are
+        # removed.
         self._arrivals: list[int] = []
         self._sequences: dict[int, SequenceState] = {}
         self._start = 0

@@ -1,8 +1,8 @@
-"""Plans a burst: how many forwards it runs, the pages that its sequences get for them, and how
-prompts are computed in it.
+"""Plans a burst: how many forwards it runs, the pages that its sequences get, and how prompts are
+computed in it.
 
-A long burst saves round trips to the host; a short one lets waiting requests in, and notices stop
-strings, earlier.
+A long burst saves round trips to the host; a short one admits waiting requests and notices stop
+strings sooner.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 WAITING_FORWARDS = 32
-"""The most forwards of a burst while a sequence waits for a place; it also ends when one is
-free."""
+"""The most forwards of a burst while a sequence waits for a place; the burst also ends when places
+become free."""
 PREFILL_FORWARDS = 8
-"""The same while a long prompt is computed chunk by chunk."""
+"""The most forwards of a burst while a long prompt is computed chunk by chunk."""
 SHORT_OF_PAGES_FORWARDS = 8
-"""The same while a sequence waits for pages only: no pages are given for later forwards then."""
+"""The most forwards of a burst while a sequence waits only for pages, so that running ones get
+few pages in advance."""
 WATCHED_FORWARDS = 16
-"""The same while a stop string, which only the host sees, may end a sequence."""
+"""The most forwards of a burst while a stop string, which only the host sees, may end a sequence.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class BurstLength:
-    """The end of a burst: after so many forwards of each replica, or when so many sequences of each
-    have finished, by the number of the replica."""
+    """The end of a burst: each replica stops after ``forwards`` forwards, or when
+    ``until_finished`` (by replica) of its sequences have finished."""
 
     forwards: int
     until_finished: list[int]
@@ -49,21 +51,22 @@ def burst_length(
 
     Args:
       running: sequences of each replica.
-      longest: forwards if no sequence waits.
+      longest: the most forwards if no sequence waits.
       prefill_forwards: forwards until all prompts are computed; 0 if they are paused.
-      chunks: of the burst.
-      num_waiting, num_deferred: sequences that wait, and how many of them for another's prompt.
+      chunks: the prompt chunks of the burst.
+      num_waiting, num_deferred: how many sequences wait, and how many of them for another's prompt.
       pages_are_short: whether some of them wait although an index is free.
-      soon: whether callers want to hear of finished sequences soon, and may have others.
+      soon: whether callers want to hear of finished sequences soon, to submit others.
     """
     everybody = [sequence for some in running for sequence in some]
     forwards, until = longest, [len(some) for some in running]
     if any(sequence.request.params.stop for sequence in everybody):
         forwards = min(forwards, WATCHED_FORWARDS)
     if any(sequence.request.params.grammar for sequence in everybody):
-        forwards = 1  # what a grammar allows, the host says from forward to forward
+        forwards = 1  # the host computes what a grammar allows before each forward
     if num_waiting or soon:
-        # So many sequences finish before new ones enter, whose prompts then share forwards.
+        # A share of the sequences must finish before new ones enter, whose prompts then share
+        # forwards.
         until = [max(count // (4 if soon else 8), 1) for count in until]
     if num_waiting:
         forwards = min(forwards, WAITING_FORWARDS)
@@ -72,7 +75,7 @@ def burst_length(
     if chunks.forwards is not None:
         forwards = min(forwards, chunks.forwards)
     if not chunks.tokens:
-        until = [1] * len(until)  # were the others all to finish, nothing would be left to run
+        until = [1] * len(until)  # if all the others finished, nothing would be left to run
     elif num_deferred:
         forwards = min(forwards, max(prefill_forwards, 1))
     if prefill_forwards > 1:
@@ -83,7 +86,7 @@ def burst_length(
 
 
 def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
-    """Returns the forwards until the prompts of a replica are computed; 0 if they are paused."""
+    """Returns how many forwards a replica's prompts still take; 0 if they are paused."""
     if not chunk_tokens:
         return 0
     left = sum(
@@ -95,8 +98,8 @@ def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
 
 
 def give_pages(replica: Replica, forwards: int) -> int:
-    """Gives every sequence pages for the forwards of a burst, or for fewer if there are not enough.
-    There must be enough for the next forward.
+    """Gives every sequence pages for the forwards of a burst, or for fewer forwards if pages are
+    short. There must be enough for the next forward.
 
     Returns:
       how many forwards the pages will probably last.
@@ -133,27 +136,29 @@ def expected_rate(sequence: SequenceState) -> float:
 
 # --- The pace of a long prompt ---------------------------------------------------------------
 #
-# Paces a long prompt beside sequences that decode, so that these wait at most twice as long.
+# A long prompt is paced so that sequences that decode at the same time are slowed by a factor of at
+# most two.
 #
-# A chunk of a few tokens is cheap where its products are the work. But each of its tokens attends
-# to everything before it: behind 16k tokens even a small chunk can take as long as tens of decode
+# A chunk of a few tokens is cheap as far as products are concerned. But each of its tokens attends
+# to everything before it: after 16k tokens even a small chunk can take as long as tens of decode
 # forwards. So time is shared: after a forward with a chunk that took longer than two without, the
-# prompt pauses until the sequences that decode have had as many forwards of their own as it takes
-# to come back to two on average.
+# prompt pauses, and the other sequences decode until the average is down to two again.
 
 SHARE = 2.0
-"""How many times longer, on average, a forward may take for a long prompt beside it."""
+"""The factor by which a long prompt may slow forwards down, on average."""
 PLAIN_FORWARDS = 8
-"""Forwards of the first burst beside a long prompt, which has no chunk: it is the measure."""
+"""The forwards of the first burst after a long prompt arrives; it has no chunk, and measures what
+such forwards take."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Says how prompts are computed in a burst.
+    """How prompts are computed in a burst.
 
     Attributes:
-      tokens: of prompts that a forward may compute beside its windows; 0 pauses them.
-      forwards: the most of the burst; None where chunks do not limit it.
+      tokens: the most prompt tokens that a forward computes in addition to windows; 0 pauses
+        prompts.
+      forwards: the most forwards of the burst; None if chunks do not limit it.
     """
 
     tokens: int
@@ -164,8 +169,8 @@ class PromptPace:
     """Chooses the chunks of each burst.
 
     Args:
-      most: prompt tokens that a forward may compute where no long prompt is beside others.
-      balanced: tokens of a forward that takes about twice as long as a forward of one token.
+      most: the most prompt tokens of a forward while no long prompt slows others down.
+      balanced: the size of a forward that takes about twice as long as one of one token.
     """
 
     def __init__(self, most: int, balanced: int):
@@ -174,20 +179,20 @@ class PromptPace:
 
     def _forget(self) -> None:
         self._plain: float | None = None
-        """Seconds of a forward without a chunk."""
+        """Seconds of a forward without a chunk; None until measured."""
         self._debt = 0.0
-        """Seconds that forwards with chunks took beyond the share of all forwards so far."""
+        """The seconds by which all forwards so far have exceeded their share."""
         self._is_dear = True
         """Whether the last forward with a chunk took more than its share."""
         self.is_paced = False
-        """Whether a long prompt is computed beside sequences that decode."""
+        """Whether a long prompt is computed while other sequences decode."""
 
     def next_chunks(self, replicas: Sequence[Replica]) -> Chunks:
         """Returns the chunks of the next burst.
 
-        That is the most, unless a longer prompt is computed while other sequences decode: then as
-        many tokens as roughly double the time between theirs by their products, in turns with
-        forwards without any, where attention makes them take longer.
+        Chunks have the most tokens, unless a longer prompt is computed while other sequences
+        decode. Then their products may roughly double the time of a forward; if attention makes it
+        longer, they alternate with forwards without chunks.
         """
         budget = chunk_tokens(replicas, self._most, self._balanced)
         if budget is None:
@@ -196,14 +201,19 @@ class PromptPace:
         self.is_paced = True
         if self._plain is None:
             return Chunks(0, PLAIN_FORWARDS)
-        # A forward without a chunk takes one share less than it may.
+        # Each forward without a chunk pays back (SHARE - 1) times its time.
         if (due := math.ceil(self._debt / ((SHARE - 1) * self._plain))) > 0:
             return Chunks(0, due)
         return Chunks(budget, 1 if self._is_dear else None)
 
     def observe(self, tokens: int, forwards: int, seconds: float) -> None:
-        """Learns from a burst with chunks of so many tokens, and how many forwards it ran in how
-        many seconds, the host's part included."""
+        """Learns from a burst.
+
+        Args:
+          tokens: the tokens of its chunks.
+          forwards: how many forwards it ran.
+          seconds: how long it took, including the host's work.
+        """
         if not self.is_paced or not forwards:
             return
         if not tokens:
@@ -213,28 +223,29 @@ class PromptPace:
         beyond = seconds - forwards * SHARE * self._plain
         if tokens:
             self._is_dear = beyond > 0
-        # What is saved up while chunks are cheap must not be spent at once later: one forward's
-        # worth is kept, since pauses are whole forwards.
+        # Savings made while chunks are cheap must not be spent at once later. One forward's worth
+        # is kept, since pauses are whole forwards.
         self._debt = max(self._debt + beyond, -(SHARE - 1) * self._plain)
 
 
 def chunk_tokens(replicas: Sequence[Replica], most: int, balanced: int) -> int | None:
-    """Returns how many prompt tokens a forward may compute beside its windows for its products to
-    take at most about twice as long; None where no prompt of more than ``most`` tokens is computed
-    while others decode.
+    """Returns how many prompt tokens a forward may compute without its products taking more than
+    about twice as long; None unless a prompt of more than ``most`` tokens is computed while other
+    sequences decode.
 
     Args:
-      balanced: tokens of a forward that takes about twice as long as a forward of one token.
+      balanced: the size of a forward that takes about twice as long as one of one token.
     """
     budget = None
     for replica in replicas:
         prefilling = [one for one in replica.running if one.is_prefilling]
-        # Not those at the end of their prompt, of which a paused one may lack the last token.
+        # Sequences at the end of their prompt do not count, since a paused one may lack the last
+        # token.
         others_decode = any(o.num_computed >= o.text_length_admitted for o in replica.running)
         if others_decode and any(_is_long(one, most) for one in prefilling):
             slots = sum(1 + one.window for one in replica.running)
-            own = min(max(balanced - slots, slots), most)
-            budget = own if budget is None else min(budget, own)
+            limit = min(max(balanced - slots, slots), most)
+            budget = limit if budget is None else min(budget, limit)
     return budget
 
 

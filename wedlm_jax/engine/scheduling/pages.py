@@ -11,7 +11,7 @@ TRASH_PAGE = 0
 
 
 class PageError(RuntimeError):
-    """The page counts are inconsistent: a bug of this program, never the fault of its input."""
+    """The page counts are inconsistent: a bug of this program, never caused by bad input."""
 
 
 class Pages:
@@ -21,8 +21,8 @@ class Pages:
     last of them drops it.
 
     Args:
-      num_pages: at least 2, the trash page included.
-      page_size: tokens a page holds.
+      num_pages: number of pages, at least 2, the trash page included.
+      page_size: tokens per page.
     """
 
     def __init__(self, num_pages: int, page_size: int):
@@ -38,11 +38,11 @@ class Pages:
 
     @property
     def num_usable(self) -> int:
-        """All pages that sequences can have."""
+        """The number of pages that sequences can have."""
         return self.num_pages - 1
 
     def needed(self, tokens: int) -> int:
-        """Returns how many pages hold so many tokens."""
+        """Returns how many pages it takes to hold this many tokens."""
         return -(-tokens // self.page_size)
 
     def holders(self, page: int) -> int:
@@ -50,7 +50,7 @@ class Pages:
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """Takes free pages, each with one holder.
+        """Takes ``count`` free pages and gives each one holder.
 
         Raises:
           PageError: fewer are free.
@@ -88,7 +88,7 @@ class Pages:
             self._free.append(page)
 
     def check(self, holders: Mapping[int, int]) -> None:
-        """Checks the counts against the real holders.
+        """Checks the counts against the actual holders.
 
         Args:
           holders: the number of holders of each page that has any.
@@ -97,9 +97,9 @@ class Pages:
           PageError: a page has leaked, has an uncounted holder, or is both free and held.
         """
         for page in range(self.num_pages):
-            counted, there = self._holders[page], holders.get(page, 0)
-            if counted != there:
-                raise PageError(f"page {page} has {there} holders, and {counted} are counted")
+            counted, actual = self._holders[page], holders.get(page, 0)
+            if counted != actual:
+                raise PageError(f"page {page} has {actual} holders, and {counted} are counted")
         free = set(self._free)
         held = {page for page, count in holders.items() if count}
         everything = set(range(TRASH_PAGE + 1, self.num_pages))
@@ -109,16 +109,16 @@ class Pages:
 
 # --- Prefixes that stay in the cache ---------------------------------------------------------
 #
-# The prefix cache: a radix tree over full pages of keys and values.
+# The prefix cache is a radix tree over full pages of keys and values.
 #
-# Each node is a page, and its key the tokens in it; the path from the root to a node is the text
+# Each node is a page, whose key is the tokens in it; the path from the root to a node is the text
 # up to the end of its page. The tree itself holds each of its pages once. A sequence that reads a
-# node's page also holds all nodes above it. So below a page that only the tree holds, no page is
-# held by a sequence, and all such pages can be evicted, leaves first.
+# node's page also holds all nodes above it. So no sequence holds a page below one that only the
+# tree holds, and all such pages can be evicted, leaves first.
 
 
 class Node:
-    """A page of the tree. `children` are the pages that continue its text, by their tokens."""
+    """A page in the tree. `children` are the pages that continue its text, by their tokens."""
 
     __slots__ = ("children", "key", "last_use", "page", "parent")
 
@@ -132,8 +132,8 @@ class PrefixTree:
     """Finds full pages of final keys and values in one cache by their text.
 
     Args:
-      pages: of the cache. The tree keeps pages only until they are needed elsewhere: whoever finds
-        none free calls `evict`.
+      pages: the cache's pages. The tree keeps pages only until they are needed elsewhere: a caller
+        that finds none free calls `evict`.
     """
 
     def __init__(self, pages: Pages):
@@ -144,7 +144,7 @@ class PrefixTree:
         self._entries = 0  # so that two nodes are never compared
         self.num_pages = 0
         self.num_evictable = 0
-        """Pages that only the tree holds."""
+        """The number of pages that only the tree holds."""
 
     def match(self, text: array[int], limit: int) -> list[Node]:
         """Returns the nodes of the longest cached prefix of ``text``, in the order of the text.
@@ -186,8 +186,8 @@ class PrefixTree:
     def add(self, parent: Node | None, key: bytes, page: int) -> Node:
         """Adds a full page of final keys and values as a child of a node that its sequence holds.
 
-        The sequence's hold of ``page`` becomes a hold of the returned node. If the tree has this
-        text already, that is another page, and ``page`` is dropped.
+        The sequence then holds the returned node instead of ``page``. If the tree has this text
+        already, the node has another page, and ``page`` is dropped.
 
         Args:
           parent: None for the first page of a text.
@@ -226,7 +226,7 @@ class PrefixTree:
         return freed
 
     def held(self) -> Iterator[int]:
-        """Yields every page that the tree holds."""
+        """Yields all pages that the tree holds."""
         nodes = list(self._root.children.values())
         while nodes:
             node = nodes.pop()
@@ -238,7 +238,7 @@ class PrefixTree:
         return there and self._pages.holders(node.page) == 1
 
     def _offer(self, node: Node) -> None:
-        """Adds a node to the candidates for eviction, if it is one."""
+        """Adds a node to the candidates for eviction if it can be evicted."""
         if self._is_evictable_leaf(node):
             if len(self._leaves) > 2 * self.num_pages + 64:
                 self._drop_stale_entries()
@@ -246,7 +246,7 @@ class PrefixTree:
             heapq.heappush(self._leaves, (node.last_use, self._entries, node))
 
     def _drop_stale_entries(self) -> None:
-        """Keeps the newest entry of each candidate: without evictions old ones would pile up."""
+        """Keeps the newest entry of each candidate; without evictions old ones would pile up."""
         newest = {
             id(node): (last_use, entry, node)
             for last_use, entry, node in sorted(self._leaves, key=lambda leaf: leaf[1])

@@ -13,12 +13,12 @@ from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 
 class Replica:
-    """Holds N sequences over one cache.
+    """Up to N sequences that share one cache.
 
     Args:
-      number: of the replica; its indices start at ``number * num_sequences``.
+      number: the replica's number; its indices start at ``number * num_sequences``.
       num_sequences: N.
-      num_pages, page_size: of its cache; see `Pages`.
+      num_pages, page_size: the size of its cache; see `Pages`.
       table: int32 ``[N, max_pages]``, the page table, which the replica fills in.
       reuse: whether prefixes are cached.
     """
@@ -37,7 +37,7 @@ class Replica:
         self.pages = Pages(num_pages, page_size)
         self.tree = PrefixTree(self.pages)
         self.running: list[SequenceState] = []
-        """In order of arrival."""
+        """The running sequences, in order of arrival."""
         self._table = table
         self._first = number * num_sequences
         self._free_indices = list(range(self._first, self._first + num_sequences))
@@ -48,21 +48,21 @@ class Replica:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or can be without taking any from a sequence."""
+        """The number of pages that are free or can be freed without taking any from a sequence."""
         return self.pages.num_free + self.tree.num_evictable
 
     @property
     def capacity_of_pages(self) -> int:
-        """The most tokens that one sequence can have, alone in the cache."""
+        """The most tokens that a sequence can have if it is alone in the cache."""
         most = min(self.pages.num_usable, self._table.shape[1])
         return most * self.pages.page_size
 
     def capacity(self, sequence: SequenceState) -> int:
-        """Returns the tokens that the pages of a sequence hold."""
+        """Returns how many tokens the pages of a sequence hold."""
         return sequence.num_pages * self.pages.page_size
 
     def lacks(self, sequence: SequenceState, tokens: int) -> int:
-        """Returns how many pages a sequence lacks to hold so many tokens."""
+        """Returns how many pages a sequence lacks to hold this many tokens."""
         lacking = self.pages.needed(tokens) - len(sequence.nodes) - len(sequence.own)
         return lacking if lacking > 0 else 0
 
@@ -74,12 +74,12 @@ class Replica:
 
     def cached(self, sequence: SequenceState) -> list[Node]:
         """Returns the pages of the longest cached prefix of a waiting sequence's text; never of the
-        whole text: its last token must be computed to predict the next one."""
+        whole text, since its last token must be computed to predict the next one."""
         return self.tree.match(sequence.text, len(sequence.text) - 1) if self.reuse else []
 
     def store(self, sequence: SequenceState) -> None:
-        """Moves the pages of a sequence that are full of final keys and values into the tree. Where
-        the tree has their text already, the sequence continues with the tree's page."""
+        """Moves a sequence's pages that are full of final keys and values into the tree. If the
+        tree has their text already, the sequence continues with the tree's pages."""
         if not self.reuse:
             return
         size, place = self.pages.page_size, len(sequence.nodes)
@@ -93,7 +93,7 @@ class Replica:
     # --- places and pages of sequences -----------------------------------------------------
 
     def admit(self, sequence: SequenceState, nodes: list[Node], tokens: int) -> None:
-        """Gives a sequence an index, and pages that hold so many tokens.
+        """Gives a sequence an index, and pages that hold ``tokens`` tokens.
 
         Args:
           nodes: from `cached`.
@@ -110,8 +110,8 @@ class Replica:
         self.grow(sequence, tokens)
 
     def grow(self, sequence: SequenceState, tokens: int) -> None:
-        """Gives a sequence the pages that it lacks to hold so many tokens, evicting prefixes if
-        needed.
+        """Gives a sequence the pages that it lacks to hold ``tokens`` tokens, evicting prefixes if
+        necessary.
 
         Raises:
           PageError: there are not enough.
@@ -127,7 +127,7 @@ class Replica:
         sequence.own += new
 
     def trim(self, sequence: SequenceState, tokens: int) -> None:
-        """Takes the pages from a sequence that it does not need to hold so many tokens."""
+        """Takes the pages from a sequence that it does not need to hold ``tokens`` tokens."""
         keep = max(self.pages.needed(tokens) - len(sequence.nodes), 0)
         surplus = sequence.own[keep:]
         if surplus:
@@ -137,7 +137,7 @@ class Replica:
                 self.pages.drop(page)
 
     def remove(self, sequence: SequenceState) -> int:
-        """Takes index and pages from a sequence and returns the index. Its prefix stays cached."""
+        """Takes index and pages from a sequence and returns the index; its prefix stays cached."""
         index = sequence.index
         self._row(sequence)[:] = 0
         for page in sequence.own:
@@ -155,10 +155,10 @@ class Replica:
     # --- checks -------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Checks all bookkeeping against what is really held; slow, for tests.
+        """Checks all bookkeeping against the pages actually held; slow, for tests.
 
         Raises:
-          PageError: the books are wrong.
+          PageError: the bookkeeping is wrong.
         """
         held = Counter(self.tree.held())
         if len(held) != self.tree.num_pages or set(held.values()) - {1}:

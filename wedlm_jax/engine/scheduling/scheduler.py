@@ -1,4 +1,4 @@
-"""Schedules sequences: a step admits waiting ones, runs a burst of forwards, and reports events."""
+"""Schedules sequences: a step admits waiting ones, runs a burst of forwards, and returns events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from wedlm_jax.engine.windows.choice import WindowChoice
 from wedlm_jax.errors import InputError, counted
 
 SOON_FORWARDS = 64
-"""The most forwards of a burst whose seconds are given."""
+"""The most forwards of a burst with a time limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Flight:
     """A burst that the device runs.
 
     Attributes:
-      ticket: for its report.
+      ticket: the ticket for its report.
       members: the sequences that it was planned for.
       planned_ahead: whether it was planned while another was in flight.
     """
@@ -59,11 +59,11 @@ class _Flight:
 class Scheduler:
     """Decodes requests on a device, first come, first served.
 
-    After an exception of the device the scheduler cannot be used any more.
+    After an exception of the device the scheduler is unusable.
 
     Args:
       device: runs the forwards.
-      sizes: of the device.
+      sizes: sizes of the device.
       windows: chooses the windows.
       reuse_prefixes: whether computed prefixes are kept for other sequences that share them.
     """
@@ -105,12 +105,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs, or was refused and its caller does not know yet."""
+        """Whether any request is waiting or running, or its refusal has not been reported yet."""
         return bool(self._sequences or self._refused)
 
     @property
     def sequences(self) -> Collection[SequenceState]:
-        """All that wait or run: what is known of each request stands in its sequence."""
+        """All waiting and running sequences."""
         return self._sequences.values()
 
     @property
@@ -142,7 +142,7 @@ class Scheduler:
             )
 
     def most_tokens(self, request: Request) -> int:
-        """Returns the largest ``max_tokens`` with which a request's prompt could be decoded."""
+        """Returns the largest ``max_tokens`` that a request's prompt leaves room for."""
         spare = self._replicas[0].capacity_of_pages - self._room(request)
         context = self._sizes.max_model_len - len(request.prompt)
         return min(context, request.params.max_tokens + spare)
@@ -163,19 +163,20 @@ class Scheduler:
 
         Args:
           submitted: new requests, in order of arrival.
-          aborted: numbers of requests to abort, those of this step included. Their pages are free
+          aborted: numbers of requests to abort, those of this step included. Their pages are freed
             at once, and they cause no more events. Unknown numbers are ignored.
-          max_forwards: of the burst, for callers that need an answer soon: it then also ends once a
-            quarter of each replica's sequences have finished. Chosen by default. With 0, requests
-            are admitted and nothing is run.
-          seconds: after which a request that comes now should begin at the latest, which does the
-            same.
-          ahead: lets the burst run while the caller does what the events are for, so that the
-            device does not wait for the host: a step submits a burst and returns the events of the
-            one before. Without it, or where the next burst depends on this one's result, its own.
+          max_forwards: the most forwards of the burst, for callers that need an answer soon; the
+            burst then also ends once a quarter of each replica's sequences have finished. Chosen
+            by default. With 0, requests are admitted and nothing is run.
+          seconds: how long a request that arrives now should wait at most; limits the burst in the
+            same way.
+          ahead: let the burst run while the caller handles events, so that the device does not wait
+            for the host: the step submits a burst and returns the events of the one before. Without
+            it, or if the next burst depends on this one's result, the step returns the events of
+            its own burst.
 
         Raises:
-          ValueError: a request of this number is running or waiting already.
+          ValueError: a request with this number is running or waiting already.
         """
         self.submit(submitted)
         self.abort(aborted)
@@ -183,7 +184,7 @@ class Scheduler:
         if self._flight is not None and not (ahead and self._can_plan_ahead()):
             events += self._land()
         if seconds is not None:
-            # A request that comes now waits for this burst, and for the one in flight.
+            # A request that arrives now waits for this burst and for the one in flight.
             seconds /= 2 if self._flight is not None else 1
             max_forwards = max(1, min(SOON_FORWARDS, int(seconds / self._forward_seconds(seconds))))
         burst = self._plan(max_forwards, events)
@@ -208,10 +209,10 @@ class Scheduler:
         return _Flight(self._device.submit(burst), burst, members, planned_ahead)
 
     def _can_plan_ahead(self) -> bool:
-        """Tells whether the next burst may be planned before the result of the one in flight is
-        known. Not where places are wanted, since those that it frees would stay empty for a whole
-        burst; nor where grammars or the pace of a long prompt depend on the result; nor where it
-        probably finishes all there is."""
+        """Returns whether the next burst may be planned before the result of the one in flight is
+        known. It may not if sequences wait for places, since places that become free would stay
+        empty for a whole burst; if grammars or the pace of a long prompt depend on the result; or
+        if the burst in flight will probably finish everything."""
         running, chunk = self._running, self._sizes.chunk_tokens
         prompts = max(prefill_forwards(replica, chunk) for replica in self._replicas)
         places = sum(replica.num_free_indices for replica in self._replicas)
@@ -248,11 +249,11 @@ class Scheduler:
         return events
 
     def _forward_seconds(self, unknown: float) -> float:
-        """Returns what a forward has taken lately."""
+        """Returns the recent mean of the seconds of a forward; ``unknown`` before the first."""
         return sum(self._seconds) / len(self._seconds) if self._seconds else unknown
 
     def forget_prefixes(self) -> None:
-        """Frees the cached prefixes, which other weights cannot use.
+        """Frees the cached prefixes, which are useless with other weights.
 
         Raises:
           RuntimeError: sequences are running or waiting.
@@ -265,10 +266,10 @@ class Scheduler:
     # --- requests in and out --------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests in, in order of arrival; refused ones fail in the next step.
+        """Takes requests in, in order of arrival; the next step reports refused ones as failed.
 
         Raises:
-          ValueError: a request of this number is running or waiting already.
+          ValueError: a request with this number is running or waiting already.
         """
         for request in requests:
             if request.number in self._sequences:
@@ -298,12 +299,12 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Request]:
-        """Those of `sequences`."""
+        """The requests of all sequences."""
         return [sequence.request for sequence in self._sequences.values()]
 
     @property
     def numbers(self) -> list[int]:
-        """Those of `requests`."""
+        """The numbers of all requests."""
         return list(self._sequences)
 
     def index_of(self, number: int) -> int | None:
@@ -312,8 +313,8 @@ class Scheduler:
         return None if sequence is None or sequence.index < 0 else sequence.index
 
     def prompt_left(self, number: int) -> int:
-        """Returns how many tokens of a request's prompt are still to be computed; 0 once it decodes
-        or has finished."""
+        """Returns how many tokens of a request's prompt remain to be computed; 0 if it decodes or
+        has finished."""
         sequence = self._sequences.get(number)
         if sequence is None or (sequence.index >= 0 and not sequence.is_prefilling):
             return 0
@@ -329,11 +330,11 @@ class Scheduler:
     # --- planning a burst -------------------------------------------------------------------
 
     def _plan(self, max_forwards: int | None, events: list[Event]) -> Burst | None:
-        """Decides what the device does next; None if there is nothing to do.
+        """Plans the next burst; None if there is nothing to do.
 
         Args:
-          events: gets those of the burst in flight, where pages have to be taken from sequences,
-            which it must have left alone by then.
+          events: if pages have to be taken from sequences, the burst in flight must end first; its
+            events are appended here.
         """
         turn = self._admitter.admit(self._waiting)
         self._pages_are_short = turn.pages_are_short
@@ -356,8 +357,8 @@ class Scheduler:
         return self._burst(turn, admissions, max_forwards)
 
     def _secure(self, replica: Replica, fresh: list[SequenceState]) -> None:
-        """Makes sure that every sequence has pages for its next forward; the youngest are preempted
-        if there are not enough.
+        """Ensures that there are enough pages for every sequence's next forward, preempting the
+        youngest sequences if necessary.
 
         Args:
           fresh: sequences that the device does not know yet; preempted ones are removed from it.
@@ -506,14 +507,14 @@ class Scheduler:
 
     @property
     def counters(self) -> Counters:
-        """The counters as they are now."""
+        """The current counters."""
         running = self._running
         free = sum(replica.pages.num_free for replica in self._replicas)
         cached = sum(replica.tree.num_evictable for replica in self._replicas)
         total = sum(replica.pages.num_usable for replica in self._replicas)
         size = self._sizes.page_size
         shared = sum(r.tree.num_pages - r.tree.num_evictable for r in self._replicas)
-        behind = [one.num_computed - size * len(one.nodes) for one in running]
+        unshared = [one.num_computed - size * len(one.nodes) for one in running]
         spans = [
             min(one.room_needed - one.num_computed, one.num_pages * size - one.num_computed)
             for one in running
@@ -525,7 +526,7 @@ class Scheduler:
             pages_free=free,
             pages_cached=cached,
             pages_used=total - free - cached,
-            places_computed=shared * size + sum(behind),
+            places_computed=shared * size + sum(unshared),
             places_spanned=sum(spans),
             prefix_tokens=self._prefix_tokens,
             prompt_tokens=self._prompt_tokens,
@@ -534,10 +535,10 @@ class Scheduler:
         )
 
     def check_accounts(self) -> None:
-        """Checks all bookkeeping of pages against what is really held; slow, for tests.
+        """Checks all bookkeeping of pages against the pages actually held; slow, for tests.
 
         Raises:
-          PageError: the books are wrong.
+          PageError: the bookkeeping is wrong.
         """
         for replica in self._replicas:
             replica.check()

@@ -1,4 +1,4 @@
-"""The host's side of one sequence, whether it waits or runs."""
+"""The host's state of a sequence that waits or runs."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 def widest_span(window: int, lookup: int) -> int:
-    """Returns the most tokens that a window of W runs in a forward: W masks after W filled slots or
+    """Returns the most tokens of a forward with a window of W: W masks after W filled slots or
     after copied drafts, and the last token of the text."""
     return window + max(window, lookup) + 1
 
 
 def longest_room(request: Request, window: int, lookup: int) -> int:
-    """Returns the most tokens that the pages of a request ever have to hold: its last forward
+    """Returns the most tokens that the pages of a request ever have to hold. Its last forward
     starts one token before the end of the text."""
     return len(request.prompt) + request.params.max_tokens - 1 + widest_span(window, lookup)
 
 
 @dataclasses.dataclass(eq=False)
 class SequenceState:
-    """One request on its way.
+    """A request that waits or runs.
 
     Attributes:
-      request: what is decoded.
+      request: the request.
       arrival: its rank in the order of arrival.
       text: prompt and committed tokens.
       index: its place on the device; −1 while it waits.
       nodes: its first pages, which are in the prefix tree, in the order of the text.
       own: the pages after these, which no other sequence reads.
       num_computed: tokens whose keys and values in these pages are final.
-      text_length_admitted: tokens of the text when it was last admitted.
+      text_length_admitted: length of the text when it was last admitted.
       window: W as last chosen.
       lookup: the most drafts that are copied from its text.
-      evidence: what a `WindowChoice` keeps of the sequence.
+      evidence: a `WindowChoice`'s data on the sequence.
       resume: the window that the device saved when the sequence was preempted, in mode "paper".
       num_admissions: how often it was admitted.
-      waited_for: numbers of the requests whose prefill it has waited for, and which of their
-        admissions that was.
+      waited_for: the requests whose prefill it has waited for: by number, which admission of the
+        request that was.
       num_cached_tokens: tokens of the prompt that were in the cache when it was first admitted;
         −1 before.
-      forwards_in_flight: the most forwards of the burst that the device runs right now and whose
-        report is not here yet; 0 if there is none.
+      forwards_in_flight: the most forwards of the burst whose report has not arrived yet; 0 if
+        there is none.
       capacity_in_flight: tokens that its pages hold in that burst.
-      traits: those that a program needs to decode it; None until the engine has looked.
+      traits: the traits that a program needs to decode it; None until the engine sets them.
     """
 
     request: Request
@@ -93,7 +93,7 @@ class SequenceState:
 
     @property
     def num_output(self) -> int:
-        """Tokens of the completion."""
+        """The number of tokens of the completion."""
         return len(self.text) - len(self.request.prompt)
 
     @property
@@ -102,37 +102,38 @@ class SequenceState:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether tokens of the text that it was admitted with are still to be computed, besides
+        """Whether tokens of the text that it was admitted with remain to be computed, apart from
         the last, which an anchored window computes."""
         return self.num_computed < self.text_length_admitted - 1
 
     def outlasts_flight(self, prefill_forwards: int) -> bool:
-        """Tells whether it may go on after the burst in flight. An anchored sequence commits a
-        token in every forward after its prompt; one in mode "paper" from its second on.
+        """Returns whether the sequence may still run after the burst in flight. An anchored
+        sequence commits at least one token in every forward after its prompt; a sequence in mode
+        "paper" does so from its second forward on.
 
         Args:
-          prefill_forwards: of the burst, that may be those of prompts only.
+          prefill_forwards: forwards of the burst that may run prompts only.
         """
         left = self.request.params.max_tokens - self.num_output
         return left + prefill_forwards > self.forwards_in_flight
 
     @property
     def room_needed(self) -> int:
-        """Tokens that its pages must hold for the first forward after the burst in flight, wherever
-        that one ends; during prefill, for the whole text and the window after it."""
-        behind = len(self.text) if self.is_prefilling else self.num_computed
+        """How many tokens its pages must hold for the first forward after the burst in flight,
+        however far that gets; during prefill, for the whole text and the window after it."""
+        start = len(self.text) if self.is_prefilling else self.num_computed
         span = widest_span(self.window, self.lookup)
         if not self.forwards_in_flight:
-            return behind + span
-        reached = min(behind + span * self.forwards_in_flight, self.capacity_in_flight)
-        return max(behind + span, min(reached + span, self.longest_room))
+            return start + span
+        reached = min(start + span * self.forwards_in_flight, self.capacity_in_flight)
+        return max(start + span, min(reached + span, self.longest_room))
 
     def room_expected(self, rate: float, forwards: int) -> int:
-        """Returns the tokens that its pages will probably have to hold when the burst in flight and
-        so many forwards more have committed ``rate`` tokens each."""
-        behind = len(self.text) if self.is_prefilling else self.num_computed
+        """Returns how many tokens its pages will probably have to hold after the burst in flight
+        and ``forwards`` more forwards, if each forward commits ``rate`` tokens."""
+        start = len(self.text) if self.is_prefilling else self.num_computed
         committed = math.ceil(rate * (self.forwards_in_flight + forwards))
-        return behind + widest_span(self.window, self.lookup) + committed
+        return start + widest_span(self.window, self.lookup) + committed
 
     @property
     def longest_room(self) -> int:
@@ -140,7 +141,7 @@ class SequenceState:
         return longest_room(self.request, self.window, self.lookup)
 
     def append(self, new: NewTokens) -> None:
-        """Appends what a burst has committed."""
+        """Appends the tokens that a burst has committed."""
         self.text.extend(new.token_ids)
         self.forwards_at.extend(new.forwards_at)
         self.instances_at.extend(new.instances_at)
@@ -149,7 +150,7 @@ class SequenceState:
             self.logprobs.extend(new.logprobs)
 
     def result(self, finish_reason: str | None) -> Completion:
-        """Returns what it has committed so far."""
+        """Returns the completion so far."""
         asked = self.request.params.logprobs is not None
         return Completion(
             None,

@@ -1,1 +1,1 @@
-"""Chooses the window of each sequence: as requested, or by load."""
+"""Chooses the window of each sequence: as requested, or by speed."""

@@ -1,25 +1,25 @@
 """The window of each sequence in the next burst: fixed, or chosen by speed.
 
-Chosen windows are as wide as pays most, and none where they do not pay.
-
 A burst with windows W_i decodes
 
     Σ E_i(W_i) / cost(Σ T_i(W_i))
 
-tokens a second: E_i tokens that a forward of sequence i commits, T_i those that it computes, the
-cost from a table (`wedlm_jax.engine.windows.costs`). Before every burst the windows with the
+tokens per second, where a forward of sequence i commits E_i tokens and computes T_i, and the cost
+comes from a table (`wedlm_jax.engine.windows.costs`). Before every burst the windows with the
 highest rate are chosen. Without windows everything is known: E = T = 1.
 
-How long the run of right drafts is, is geometric: each further token with probability q,
+The number of right drafts in a row is assumed to be geometric: each further one is right with
+probability q, so
 
     E(W) = 1 + q + q² + … + q^(W - 1).
 
-So one number says what any window commits. Each sequence has its own, from what its forwards have
-committed lately; while these are few, that of all sequences of its kind counts more.
+A single number thus determines what any window commits. Each sequence has its own, from what its
+recent forwards have committed; while these are few, the mean of all sequences of its kind counts
+more.
 
-Where windows do not pay nothing is learnt of them, and they are tried again: a few sequences get
-one for a burst, as long as trials cost a small share of the time. Where they pay, a burst without
-them now and then says what is saved.
+While windows do not pay nothing is learnt about them, so they are tried from time to time: a few
+sequences get a window for one burst, as long as trials cost only a small share of the time. While
+windows pay, an occasional burst without them checks the gain.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from wedlm_jax.engine.windows.costs import CostTable, Floats
 class WindowChoice(Protocol):
     """Chooses windows from burst to burst.
 
-    The next burst may be chosen before the report of the last is there, so a report is read by what
-    its burst says, never by what was chosen last.
+    The next burst may be chosen before the report of the last one arrives, so a report is
+    interpreted by its burst, never by the last choice.
 
     Attributes:
-      costs: what forwards cost, corrected by every burst; None while it is not known.
-      most_forwards: of the next burst, where its windows are chosen to learn something; else None.
+      costs: the costs of forwards, corrected by every burst; None until they are known.
+      most_forwards: the most forwards of the next burst if its windows are a trial or a check; else
+        None.
     """
 
     costs: CostTable | None
     most_forwards: int | None
 
     def widest(self, request: Request) -> int:
-        """Returns the widest window that a request may ever get, for which room is kept."""
+        """Returns the widest window that a request may ever get, for which room is reserved."""
 
     def lookup(self, request: Request) -> int:
         """Returns the most drafts that are copied from a request's text."""
 
     def is_free(self, request: Request) -> bool:
-        """Tells whether a request's window is chosen anew for each burst, and may be 0."""
+        """Returns whether a request's window is chosen for each burst, and may be 0."""
 
     def choose(self, running: Sequence[SequenceState]) -> list[int]:
         """Returns the window of each sequence in the next burst, no wider than `widest`."""
@@ -67,19 +68,19 @@ class WindowChoice(Protocol):
         """Learns from the report of a burst, before the sequences take it in.
 
         Args:
-          running: those for which it was planned; some may have left meanwhile.
-          seconds: that it took; None where that is not known.
+          running: the sequences for which it was planned; some may have left meanwhile.
+          seconds: how long it took; None if that is not known.
         """
 
 
 class FixedWindows:
-    """Gives each request its own window, or else the engine's.
+    """Gives each request the window that it asks for, or the engine's.
 
     Args:
-      window: W of requests that name none.
-      lookup: the most drafts that are copied from a text. With windows of masks only where a
-        request asks for it: how many forwards it takes is then no matter of measured costs, and
-        what a program with room for copies costs more, it costs whether there are any or not.
+      window: W of requests that do not set it.
+      lookup: the most drafts that are copied from a text. A request with a window of masks gets
+        copies only if it asks for them: the number of its forwards then does not depend on measured
+        costs, and a program without room for copies is a little faster.
     """
 
     def __init__(self, window: int, lookup: int = 0):
@@ -117,45 +118,46 @@ class FixedWindows:
 # --- Windows chosen by speed -----------------------------------------------------------------
 
 GAIN = 1.03
-"""How many times as fast windows must promise to be: what they promise is uncertain."""
+"""The factor by which windows must promise to be faster, since the promise is uncertain."""
 DOUBT = 1.3
-"""How many times as fast as promised they may be: the table may be so wrong."""
+"""The factor by which they may be faster than promised, because the table may be wrong."""
 TRIALS, TRIED = 0.008, 0.04
-"""The share of the time that trials of windows may cost by the table, and that they may take: the
-table, which may be wrong, is not believed that they cost nothing."""
+"""The share of the time that trials of windows may lose by the table, and the share that they may
+take. The second is a limit in case the table is wrong about the loss."""
 FADING = 0.999
 """The share of the account of trials that is kept from burst to burst."""
 ENOUGH = 12.0
-"""Forwards with windows, the hoped for among them, before which nothing is known of a kind."""
+"""The number of forwards with windows, including the prior's, before which a kind is unknown."""
 HOPE = 0.9
-"""q, before any forward."""
+"""The value of q before any forward."""
 PRIOR, OWN_MEMORY = 4.0, 48.0
-"""Forwards that the other sequences count as for one, and after which its older ones have faded."""
+"""The weight, in forwards, of a kind's mean for one of its sequences; and the number of forwards
+after which a sequence's older ones have faded."""
 MEMORY, MOST_AT_ONCE = 128.0, 8.0
-"""Forwards that are remembered of a kind, and the most that count of a sequence in a burst."""
+"""The number of forwards that a kind remembers, and the most that count per sequence and burst."""
 DRAFTS_MEMORY = 500.0
-"""Accepted drafts that are remembered, to know how many there were for each."""
+"""The number of accepted drafts that are remembered, for the ratio of drafts to accepted ones."""
 STALE = 0.98
-"""The share of these that is kept over a burst without windows."""
+"""The share of a kind's memory that is kept over a burst without windows."""
 CERTAIN = 3.0
-"""How many times as fast windows must promise to be for that to need no check."""
+"""The promised speed-up from which windows need no check."""
 CHECKS, FIRST_CHECK = 0.01, 0.05
-"""The share of the time that bursts without windows may cost where windows pay, in the end and for
-the first of them."""
+"""The share of the time that bursts without windows may lose where windows pay: in the long run,
+and for the first of them."""
 HARMLESS = 1.05
-"""How many times as long a forward with windows may take for them to be tried by all at once."""
+"""The factor by which windows may slow a forward down if all sequences try them at once."""
 SHORT = 8
-"""Forwards of a burst with windows on trial, or without windows as a check: a longer one, in which
-a short answer is decoded to its end, would cost more and say no more."""
+"""The forwards of a burst that is a trial of windows, or a check without them. A longer one, in
+which a short answer is decoded to its end, would cost more and not tell more."""
 WAIT = 16
-"""Bursts after which it is decided anew at the latest."""
+"""The number of bursts after which windows are considered again at the latest."""
 PRICES = np.geomspace(0.01, 0.7, 12)
-"""Committed tokens that a computed token must bring at least."""
+"""Prices of a computed token in committed tokens, for each of which the best windows are found."""
 
 
 class _Kind:
-    """What sequences of one kind, such as greedy ones of mode "verified", commit with the widest
-    window: ``tokens`` in ``forwards``, of which the first are hoped for and soon forgotten."""
+    """What sequences of one kind, such as greedy ones in mode "verified", commit with the widest
+    window: ``tokens`` in ``forwards``. These begin with an optimistic prior, which soon fades."""
 
     def __init__(self, hope: float):
         self.tokens, self.forwards = PRIOR * hope, PRIOR
@@ -170,7 +172,7 @@ class _Kind:
 
 @dataclasses.dataclass(slots=True)
 class _Evidence:
-    """The same of one sequence, and its window in the last burst that was observed."""
+    """The same for one sequence, and its window in the last observed burst."""
 
     kind: _Kind
     tokens: float = 0.0
@@ -183,12 +185,12 @@ class _Evidence:
 
 
 class AutoWindows(FixedWindows):
-    """Chooses the windows of requests that name none.
+    """Chooses the windows of requests that do not set it.
 
     Args:
       widest: the widest window that may be chosen, at least 2.
-      num_sequences: N, of each replica.
-      costs: seconds of a forward; may be set later, before the first burst.
+      num_sequences: N, sequences per replica.
+      costs: seconds of forwards; may be set later, before the first burst.
       replicas: R.
       lookup: as for `FixedWindows`.
       paper: W of requests in mode "paper", whose tokens depend on it; None to choose it, too.
@@ -218,8 +220,9 @@ class AutoWindows(FixedWindows):
         self._burst = 16.0
         self._unchecked, self._check = 0.0, FIRST_CHECK
         self._wait: dict[tuple[int, int], float] = {}
-        """By sequences whose windows are free and fixed: how large the account has to be before
-        there can be another choice than none. Deciding costs as much as a small forward."""
+        """By the numbers of sequences with free and with fixed windows: how large the account has
+        to be before the choice can be other than no windows. This saves time, since a choice takes
+        as long as a small forward."""
 
     def widest(self, request: Request) -> int:
         usual = super().widest(request)
@@ -244,7 +247,7 @@ class AutoWindows(FixedWindows):
     def observe(
         self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
     ) -> None:
-        """Learns what a burst has committed, and how long it took."""
+        """Learns from what a burst has committed, and how long it took."""
         super().observe(running, burst, report, seconds)
         here = [one for one in running if one.index >= 0 and burst.capacity[one.index] > 0]
         if not here or not report.num_run:
@@ -281,7 +284,7 @@ class AutoWindows(FixedWindows):
         return sequence.evidence  # type: ignore[no-any-return]
 
     def _expected(self, sequences: Sequence[SequenceState]) -> Floats:
-        """Returns the tokens that a forward of each commits with each width, ``[n, K]``."""
+        """Returns the expected tokens per forward of each sequence with each width, ``[n, K]``."""
         means = [self._evidence(one).mean for one in sequences]
         return np.array([np.interp(means, self._curves[-1], curve) for curve in self._curves]).T
 
@@ -297,7 +300,7 @@ class AutoWindows(FixedWindows):
         return [next(others if window else widths) for window in chosen]
 
     def _of_free(self, free: list[SequenceState], fixed: list[int]) -> list[int]:
-        """Chooses the windows of ``free`` sequences, beside others whose windows are ``fixed``."""
+        """Chooses the windows of ``free`` sequences, given the ``fixed`` windows of others."""
         costs, widths, n = self.costs, self._widths, len(free)
         key = (n, len(fixed))
         if not any(fixed) and self._total < self._wait.get(key, 0.0):
@@ -308,7 +311,8 @@ class AutoWindows(FixedWindows):
         computed = widths + 1 + more
         left = np.array([one.request.params.max_tokens - one.num_output for one in free])
         np.minimum(committed, left[:, None], out=committed)
-        # The same for all, none first; and for each price what pays best for each.
+        # Candidates: the same width for all, 0 first; for each price the best width of each
+        # sequence; and a trial by a few sequences.
         alike = np.repeat(np.arange(len(widths))[:, None], n, axis=1)
         priced = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
         few = np.zeros((1, n), np.int64)
@@ -316,9 +320,9 @@ class AutoWindows(FixedWindows):
         few[0, unknown[: round(n**0.5 / 2 + 0.5)]] = max(len(widths) - 3, 1)
         picks = np.concatenate([alike, priced, few])
         every = np.arange(n)
-        beside = sum(1.25 * window + 1 if window else 1 for window in fixed)
-        tokens = computed[every, picks].sum(axis=1) + beside
-        # A window mostly has no drafts, or nearly as many as it can.
+        others = sum(1.25 * window + 1 if window else 1 for window in fixed)
+        tokens = computed[every, picks].sum(axis=1) + others
+        # A window mostly has either no drafts or nearly as many as it can have.
         seconds = costs.expected(tokens, 0.85 * more[every, picks].sum(axis=1) / n**0.5)
         if not any(fixed):
             seconds[0] = costs.seconds(float(n + len(fixed)), windowless=True)
@@ -335,7 +339,8 @@ class AutoWindows(FixedWindows):
             if due and gain < CERTAIN:
                 best, self.most_forwards = 0, SHORT
         else:
-            # Worth a trial of all where the table may be wrong, which may be so either way.
+            # A trial by all is worthwhile if windows might pay when the table is wrong; the loss is
+            # then estimated as if the table were wrong in the other direction.
             worst = gain / DOUBT
             if gain * DOUBT < 1:
                 best = len(rates) - 1
@@ -351,8 +356,8 @@ class AutoWindows(FixedWindows):
     # --- learning ---------------------------------------------------------------------------
 
     def _account(self, here: list[SequenceState], burst: Burst, report: Report) -> None:
-        """Accounts for what a burst takes, and for what it takes longer than without windows: by
-        the table, at one level, since the seconds of a single burst say little."""
+        """Adds a burst to the account of the time taken, and of the time lost by windows. Both are
+        computed from the table, at one level, since the time of a single burst is noisy."""
         costs = self.costs
         if costs is None or not report.sizes:
             return
@@ -373,7 +378,7 @@ class AutoWindows(FixedWindows):
         ]
         tokens, forwards, computed = np.sum(done, axis=0) / self._replicas
         free = all(one.evidence is not None for one in here)
-        # The first trial of a kind has no limit, and no debts are made by it.
+        # The first trial of a kind has no limit, and does not count as a loss.
         if forwards > 0 and free and all(one.evidence.kind.forwards >= ENOUGH for one in here):
             active = forwards / report.num_run
             plain = tokens / active * costs.seconds(active, windowless=True)
@@ -382,7 +387,7 @@ class AutoWindows(FixedWindows):
             self._lost = max(self._lost + took - float(plain) / costs.level, 0.0)
 
     def _learn(self, here: list[SequenceState], burst: Burst, report: Report) -> None:
-        """Learns what windows have committed."""
+        """Learns how many tokens windows have committed."""
         some = [one for one in here if burst.windows[one.index] and self.is_free(one.request)]
         if not some:
             return
@@ -397,12 +402,12 @@ class AutoWindows(FixedWindows):
         self._accepted += float((tokens - forwards).sum())
         keep = min(DRAFTS_MEMORY / self._accepted, 1.0)
         self._drafts, self._accepted = self._drafts * keep, self._accepted * keep
-        # Windows that opened in the midst of a text had no drafts yet.
+        # Windows that opened in the middle of a text had no drafts yet.
         opened = [not self._evidence(one).window and one.num_forwards > 0 for one in some]
         choices = [one.request.params.mode == "verified" for one in some]
         forwards = forwards - opened
         more = np.maximum(tokens - np.multiply(opened, choices) - forwards, 0)
-        # What this says of the widest window.
+        # Converts what these windows have committed to the widest window.
         narrow = self._expected(some)[np.arange(len(some)), columns] - 1
         narrow = (more + PRIOR * narrow) / (np.maximum(forwards, 0) + PRIOR)
         wide = np.empty(len(some))

@@ -1,14 +1,14 @@
-"""What a forward costs by its static size, learnt from the times of bursts.
+"""The costs of forwards by static size, learnt from the times of bursts.
 
-A burst that has run its forwards r(s) times at each size s takes about
+A burst whose forwards ran r(s) times at each size s takes about
 
     overhead + Σ r(s) exp(c(s))
 
-seconds. The logarithms c are Gaussian: all sizes share a level, which drifts with what else the
-machine does; neighbouring sizes have similar errors; a size has a small error of its own; and the
-program without room for windows, if there is one, has costs of its own, at a ratio that changes
-slowly with the size. A Kalman filter updates all of them from each burst. So the sizes that run
-correct those that do not, and the machine's load, which changes no ratio, changes none.
+seconds. The logarithms c are Gaussian: all sizes share a level, which drifts with the machine's
+load; neighbouring sizes have similar errors; each size has a small individual error; and the
+program without room for windows, if there is one, has separate costs, whose ratio to the others
+changes slowly with the size. A Kalman filter updates all of them from each burst. So sizes that run
+correct those that do not, while the machine's load, which changes no ratio, affects only the level.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ Floats = np.ndarray
 """float64."""
 
 OVERHEAD = 5e-4
-"""Seconds that a burst takes beside its forwards, before any has run."""
+"""The initial estimate of the seconds that a burst takes in addition to its forwards."""
 SHARED, OWN, RATIO = 0.3, 0.1, 0.2
-"""Standard deviations of logarithms: of the error that neighbours share, of a size's own, and of
-the ratio between the programs."""
+"""Standard deviations of logarithms: of the error that neighbours share, of a size's individual
+error, and of the ratio between the programs."""
 NEIGHBOURS = 1.0
-"""Sizes within a factor of about e are neighbours."""
+"""The distance of neighbours in logarithms: sizes within a factor of about e."""
 UNKNOWN = 3.0
-"""How many times as wide these are before anything was measured."""
+"""The factor by which these deviations are larger if nothing has been measured."""
 NOISE = 0.1
 """Standard deviation of the logarithm of a burst's seconds."""
 LEVEL_DRIFT, FORGETTING = 0.05, 1e-3
-"""How far the level moves from burst to burst, and the share of what is known of ratios that is
-forgotten."""
+"""How far the level drifts from burst to burst, and how fast knowledge of ratios fades."""
 USUAL, MOST = 2.5, 1.5
-"""Standard deviations beyond which a time is put down to the level, because the machine did
-something else or a program was compiled; and the most that the logarithm may be off."""
+"""The number of standard deviations beyond which a time is attributed to the level, because the
+machine was busy or a program was compiled; and the largest surprise, as a logarithm, that counts.
+"""
 
 
 class CostTable:
@@ -52,10 +52,10 @@ class CostTable:
 
     Args:
       sizes: the static sizes T of a forward, in any order.
-      seconds: of each, roughly; None where nothing is known but that larger ones take longer.
-      windowless: what a forward of the program without windows costs, against one as large of the
-        program with them: a number, or one for each size.
-      overhead: seconds that a burst takes beside its forwards.
+      seconds: estimates for each size; None if nothing is known.
+      windowless: the cost of a forward in the program without windows relative to one of the same
+        size in the program with them: a number, or one for each size.
+      overhead: seconds that a burst takes in addition to its forwards.
     """
 
     def __init__(
@@ -84,32 +84,32 @@ class CostTable:
 
     @property
     def overhead(self) -> float:
-        """Seconds that a burst takes beside its forwards."""
+        """The seconds that a burst takes in addition to its forwards."""
         return float(np.exp(self._logs[-1]))
 
     @property
     def level(self) -> float:
-        """Geometric mean of all costs."""
+        """The geometric mean of all costs."""
         return float(np.exp(self._logs[:-1].mean()))
 
     def seconds(self, tokens: Floats | float, *, windowless: bool = False) -> Floats:
-        """Returns the seconds of forwards of so many tokens: the cost of the smallest size that
-        holds them. Beyond the largest, forwards run in parts."""
+        """Returns the seconds of forwards with these numbers of tokens. Each runs at the smallest
+        size that holds its tokens or, beyond the largest size, in parts."""
         largest, costs = self.sizes[-1], self._seconds[int(windowless)]
         whole = np.maximum(np.ceil(np.asarray(tokens) / largest) - 1, 0)
         found: Floats = costs[self.sizes.searchsorted(tokens - whole * largest)] + whole * costs[-1]
         return found
 
     def expected(self, tokens: Floats, spread: Floats) -> Floats:
-        """Returns the expected seconds of forwards whose tokens vary by ``spread`` around an
-        average: what just fits into a size may not fit the next time."""
+        """Returns the expected seconds of forwards whose numbers of tokens vary by ``spread``
+        around an average: a forward that just fits into a size may not fit the next time."""
         each = tokens + spread * np.array([[-1.0], [0.0], [1.0]])
         mean: Floats = self.seconds(np.maximum(each, 1)).sum(axis=0) / 3
         return mean
 
     def of_sizes(self, sizes: Sequence[int], *, windowless: bool = False) -> Floats:
-        """Returns the seconds of a forward at each static size, of which the table may have
-        others."""
+        """Returns the seconds of a forward at each of these sizes, which may differ from the
+        table's."""
         found: Floats = self._at(tuple(sizes)) @ self._seconds[int(windowless)]
         return found
 
@@ -126,7 +126,7 @@ class CostTable:
         Args:
           sizes: ``[S]``, static sizes of its program.
           runs: int ``[S]``, how often forwards ran at each.
-          seconds: of the whole burst.
+          seconds: how long the whole burst took.
           windowless: whether its program is the one without windows.
         """
         at, count = self._at(tuple(sizes)), len(self.sizes)
@@ -154,7 +154,7 @@ class CostTable:
         self._seconds = np.exp(self._logs[:-1]).reshape(2, -1)
 
     def _at(self, sizes: tuple[int, ...]) -> Floats:
-        """Returns what each of the table's sizes weighs in the logarithm of another's cost."""
+        """Returns the weights of the table's sizes in the logarithms of these sizes' costs."""
         if sizes not in self._weights:
             eye = np.eye(len(self.sizes))
             rows = [np.interp(np.log(sizes), self._places, row) for row in eye]
@@ -162,7 +162,7 @@ class CostTable:
         return self._weights[sizes]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the arguments that make such a table."""
+        """Returns the arguments that recreate the table."""
         with_windows, without = np.exp(self._logs[:-1]).reshape(2, -1)
         return {
             "sizes": self.sizes.tolist(),
@@ -178,8 +178,8 @@ def kept_table(
     """Returns the table stored in a folder, or measures one and stores it.
 
     Args:
-      folder: such as that of JAX's compiled programs; None keeps nothing.
-      key: all that costs depend on: kind of device, model, dtype, sizes, versions.
+      folder: a folder such as that of JAX's compiled programs; None stores nothing.
+      key: everything that costs depend on: kind of device, model, dtype, sizes, versions.
       measured: measures a table.
     """
     if folder is None:

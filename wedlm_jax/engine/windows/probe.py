@@ -1,8 +1,8 @@
-"""What the forwards of an engine cost: measured once, with the engine's own programs, and kept
-beside these.
+"""Measures the costs of an engine's forwards once, with the engine's programs, and stores them with
+these.
 
-Made-up sequences decode made-up texts: each has its last token and a window of masks, never drafts
-(its draft budget is 0), and so runs the same number of tokens in every forward. They write into
+Dummy sequences decode dummy texts: each has its last token and a window of masks, never drafts (its
+draft budget is 0), and so runs the same number of tokens in every forward. They write into
 arbitrary pages, so this is done before the first real sequence.
 
 Tested by tests/wedlm_jax/engine/windows/test_windowless.py.
@@ -27,25 +27,25 @@ from wedlm_jax.host.progress import MEASURING
 from wedlm_jax.params import SamplingParams
 
 TEXT = 64
-"""Tokens of the made-up texts, if the engine allows so many."""
+"""The length of dummy texts in tokens, if the engine allows it."""
 ROUNDS, SECONDS = 3, 3.0
-"""How often each size is timed, in rounds, of which the fastest counts: other work of the machine
-only slows down. No new size is begun after so long, and no new round; what is not timed is worked
-out from the rest."""
+"""How often each size is timed, and the time limit. The fastest round counts, since other work of
+the machine only slows forwards down. After the limit nothing more is timed; the costs of other
+sizes are inferred."""
 SHORT, LONG = 2, 10
-"""Forwards of two bursts, which differ in how much a burst costs beside its forwards."""
+"""The forwards of two bursts, whose difference separates the cost of forwards from overhead."""
 SLOW = 0.1
-"""Seconds of the shorter burst beyond which there is no longer one."""
+"""If the shorter burst takes this many seconds, the longer one is skipped."""
 
 
 def forward_costs(device: Device, mesh: Mesh | None, folder: Path | None = None) -> CostTable:
-    """Returns the costs of forwards by their number of tokens, measured unless they are kept from
-    an earlier process.
+    """Returns the costs of forwards by their number of tokens, measured unless an earlier process
+    has stored them.
 
     Args:
-      device: prepared for all traits that its programs will have, and not in use yet.
-      mesh: of the model; None for one device.
-      folder: where the engine's programs are kept; by default that of JAX's compilation cache.
+      device: a device prepared for all traits that its programs will have, and not in use yet.
+      mesh: the model's mesh; None for a single device.
+      folder: where the engine's programs are stored; by default JAX's compilation cache.
     """
     if folder is None and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         folder = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
@@ -59,7 +59,7 @@ def forward_costs(device: Device, mesh: Mesh | None, folder: Path | None = None)
 
 
 def _key(device: Device, mesh: Mesh | None) -> dict[str, Any]:
-    """Returns all that the costs depend on."""
+    """Returns everything that the costs depend on."""
     settings = device.settings
     return {
         "jax": jax.__version__,
@@ -76,7 +76,7 @@ def measured(device: Device) -> CostTable:
     """Times forwards of all sizes, with windows and without."""
     settings, traits = device.settings, device.traits
     each, sizes = settings.sequences_each, settings.program(traits).sizes.tokens
-    # A program that copies drafts has room for as many masks instead, which run as they do.
+    # A program that copies drafts has room for as many masks, which cost the same.
     widest = max(traits.window, traits.lookup)
     reach = each * (1 + widest)
     timed = [size for size, before in zip(sizes, (0, *sizes), strict=False) if before < reach]
@@ -95,25 +95,25 @@ def measured(device: Device) -> CostTable:
                     fastest[key] = seconds, report
     for seconds, report in fastest.values():
         table.learn(report.sizes, report.by_size, seconds, windowless=report.windowless)
-    return CostTable(**table.as_json())  # as doubtful as any measurement
+    return CostTable(**table.as_json())  # with the usual uncertainty of a measurement
 
 
 def _windows(device: Device, tokens: int, windowless: bool) -> np.ndarray:
-    """Returns windows that together run so many tokens in each replica, spread over as many
-    sequences as possible, because each sequence also costs the attention to its text; −1 for no
+    """Returns windows that together run ``tokens`` tokens in each replica; −1 for no sequence. They
+    are spread over as many sequences as possible, because attention to its text is a cost of each
     sequence. Without ``windowless`` at least one has a window."""
     each = device.settings.sequences_each
     count = min(max(tokens - (not windowless), 1), each)
-    own = np.full(each, -1, np.int32)
+    windows = np.full(each, -1, np.int32)
     base, more = divmod(tokens, count)
-    own[:count] = base - 1
-    own[:more] += 1
-    return np.tile(own, device.settings.replicas)
+    windows[:count] = base - 1
+    windows[:more] += 1
+    return np.tile(windows, device.settings.replicas)
 
 
 def _timed(device: Device, windows: np.ndarray) -> Iterator[tuple[int, float, Report]]:
-    """Times a short burst with these windows, and a longer one; yields how long they might be,
-    their seconds and reports."""
+    """Times a short burst with these windows, and a longer one; yields the most forwards, the
+    seconds and the report of each."""
     params = SamplingParams(
         mode="verified" if device.traits.verified else "paper",
         draft_budget=0.0,
@@ -124,9 +124,9 @@ def _timed(device: Device, windows: np.ndarray) -> Iterator[tuple[int, float, Re
     running = np.flatnonzero(windows >= 0).tolist()
     text = np.zeros(max(min(TEXT, device.settings.max_text // 2), 1), np.int32)
     request = Request(-1, text.tolist(), params)
-    # All but the last token counts as computed: what their pages hold does not matter.
+    # All but the last token count as computed: the contents of the pages do not matter.
     entering = [Admission(index, request, text, len(text) - 1, None) for index in running]
-    # Warms up: the first run at a size is slow.
+    # The first run at a size is slow.
     device.run(_burst(device, np.minimum(windows, device.traits.window), entering, 1))
     seconds = 0.0
     for forwards in (SHORT, LONG):
