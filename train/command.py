@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> int:
     parser = _RecipeParser(
         prog="wedlm train",
         description="Trains a model: AR pretraining, or WeDLM continuation of a checkpoint.\n"
-        "A run that was stopped goes on where its last checkpoint stands.",
+        "A run that was stopped continues from its last checkpoint.",
         epilog=f"fields of the recipe, with their defaults:\n{fields}\n\nexample:\n"
         "  wedlm train --config configs/embedded_wedlm.yaml steps=500 optimizer.learning_rate=1e-3",
     )
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--compile-only",
         action="store_true",
-        help="compile the step for --topology, say what it takes, and stop; needs no TPU",
+        help="compile the step for --topology, report its costs, and stop; needs no TPU",
     )
     parser.add_argument(
         "--topology",
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--allow-changed",
         action="store_true",
-        help="go on with a run although its recipe is not the one that it began with",
+        help="continue a run although its recipe has changed since it began",
     )
     add_options(parser)
     parser.add_argument(

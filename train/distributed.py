@@ -45,13 +45,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--coordinator", metavar="HOST:PORT", help="find them through process 0, listening there"
     )
     group.add_argument(
-        "--num-processes", type=int, metavar="N", help="with --coordinator [asks what launched it]"
+        "--num-processes", type=int, metavar="N", help="with --coordinator [as the launcher says]"
     )
     group.add_argument(
         "--process-id",
         type=int,
         metavar="I",
-        help="with --coordinator, from 0 [asks what launched it]",
+        help="with --coordinator, from 0 [as the launcher says]",
     )
 
 

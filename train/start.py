@@ -142,7 +142,8 @@ def with_turn_ends(config: TrainConfig, model: ModelConfig) -> ModelConfig:
             ends.append(end)
     if not ends:
         return model
-    say(f"turns end with the token {', '.join(map(str, ends))}, and so will the model's texts")
+    listed = ", ".join(map(str, ends))
+    say(f"turns end with the token {listed}, so the model's texts will end with it, too")
     return dataclasses.replace(model, eos_token_ids=(*ends, *model.eos_token_ids))
 
 

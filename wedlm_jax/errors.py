@@ -46,14 +46,14 @@ EXIT_STATUS = {
     0: "done; of a server after SIGTERM: it has given its answers",
     FAULT: "a fault of the program, with a traceback",
     BAD_INPUT: "options, input or files that cannot be used, in one sentence; "
-    "the same command would end so again",
+    "the same command would fail again",
     BAD_DATA: "a job's records are bad: all of them, the first 1,000, or more than --max-errors; "
     "what was decoded is kept",
     STORAGE_FAILED: "storage or a network that refuses or does not answer, such as a full disk, in "
     "one sentence; the same command may succeed later, and goes on from what is kept",
     INTERRUPTED: "Ctrl-C (SIGINT); the same command goes on from what is kept, and a server has "
     "given its answers",
-    PIPE_CLOSED: "whoever read the output has gone (SIGPIPE)",
+    PIPE_CLOSED: "the reader of the output has gone (SIGPIPE)",
     TERMINATED: "SIGTERM, as before a preemption; the same command goes on from what is kept",
 }
 """The meaning of every `wedlm` command's exit status, as printed in docs/reference.md. A restart

@@ -51,7 +51,7 @@ class TypedTokens:
         """
         if isinstance(value, str):
             if MARK in value:
-                raise InputError("messages: U+FDD0 is no character of a text; leave it out")
+                raise InputError("messages: U+FDD0 is not a valid character; leave it out")
             return self._any.sub(lambda found: MARK + MARK.join(found[0]), value)
         if isinstance(value, Mapping):
             return {self.marked(name): self.marked(item) for name, item in value.items()}

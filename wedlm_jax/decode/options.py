@@ -397,8 +397,7 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Voca
         )
     if len(stops) > MOST_STOPS:
         raise InputError(
-            f"stop_token_ids: expected at most {MOST_STOPS}, those of the model among them, not "
-            f"{len(stops)}"
+            f"stop_token_ids: expected at most {MOST_STOPS}, the model's included, not {len(stops)}"
         )
     # In the worst case one place forbids every token of every word, and each stop token.
     early_stops = stops if params.min_tokens else ()

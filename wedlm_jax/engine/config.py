@@ -49,7 +49,7 @@ class EngineConfig:
         str | None,
         Option(
             "folder of adapters that let masks of this checkpoint draft, from `wedlm train` with "
-            "objective drafter; its tokens stay its own",
+            "objective drafter; they do not change its tokens",
             text=True,
             none="none",
         ),
@@ -92,16 +92,16 @@ class EngineConfig:
     mesh: Annotated[
         Mapping[str, int] | None,
         Option(
-            "devices of this machine that share the work, by axis: tensor cuts the weights, data "
-            "makes replicas, each with sequences of its own",
+            "devices of this machine that share the work, by axis: tensor shards the weights, data "
+            "makes replicas, each with its own sequences",
             none="one device",
         ),
     ] = None
     deterministic: Annotated[
         bool,
         Option(
-            "compute every forward in one shape: a prompt's tokens then depend on nothing but "
-            "itself, in bfloat16 too; slower",
+            "compute every forward in one shape: a prompt's tokens then depend on nothing but the "
+            "prompt, in bfloat16 too; slower",
             flag=True,
         ),
     ] = False
@@ -116,8 +116,8 @@ class EngineConfig:
     trust_special_tokens: Annotated[
         bool,
         Option(
-            "read special tokens that are spelt out in messages as tokens, which can end a turn "
-            "and begin another; otherwise they are text",
+            "read special tokens in messages as tokens, which can end a turn and begin another; "
+            "otherwise they are text",
             flag=True,
         ),
     ] = False
@@ -153,7 +153,7 @@ class EngineConfig:
     ] = None
     page_size: Annotated[
         int | None,
-        Option("tokens of a page of the cache", low=1, integer=True, none="what the device suits"),
+        Option("tokens per page of the cache", low=1, integer=True, none="what suits the device"),
     ] = None
     num_pages: Annotated[
         int | None,
@@ -161,16 +161,16 @@ class EngineConfig:
             "pages of each replica, one of them spare",
             low=2,
             integer=True,
-            none="as many as fit and can be used",
+            none="as many as fit and are useful",
         ),
     ] = None
     chunk_tokens: Annotated[
         int | None,
         Option(
-            "the most tokens of prompts that a forward computes beside windows",
+            "the most prompt tokens that a forward computes in addition to windows",
             low=1,
             integer=True,
-            none="what the device suits",
+            none="what suits the device",
         ),
     ] = None
 

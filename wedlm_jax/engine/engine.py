@@ -130,8 +130,8 @@ class Engine:
         self.scheduler.check(Request(-1, prompt, params))
         if params.mode == "paper" and self.config.has_drafter:
             raise InputError(
-                "mode: expected verified or ar, not paper: masks of a drafter propose the model's "
-                "own tokens, and are not to decide"
+                "mode: expected verified or ar, not paper: masks of a drafter only propose tokens, "
+                "which the model has to verify"
             )
         check_options(params, self.settings.stop_ids(params), self.settings.vocabulary)
         self.check_grammar(params)
