@@ -117,8 +117,8 @@ def compile_phases(config: TrainConfig, topology_name: str) -> Iterator[tuple[Ph
         if phase.batch_shape == largest.batch_shape:
             yield phase, compiled
         else:
-            own = chosen(phase.config, compiled.remat, parts)
-            yield phase, compile_step(own, topology_name, sources)
+            adjusted = chosen(phase.config, compiled.remat, parts)
+            yield phase, compile_step(adjusted, topology_name, sources)
 
 
 def _needed_if_here(config: TrainConfig) -> int | None:

@@ -204,12 +204,12 @@ class TrainingRun:
         self._skipped = SkippedBatches.of(config.data.skip)
         sizes: dict[str, int] = {}
         for phase in self._phases:  # errors in later phases are found now
-            own = phase.config
-            check_fits(self._mesh, model, rows=own.rows, row_tokens=own.row_tokens)
-            sets = open_sources(own, tokenizer, pad)
-            check_rows(sets, own.rows * own.accumulation)
+            settings = phase.config
+            check_fits(self._mesh, model, rows=settings.rows, row_tokens=settings.row_tokens)
+            sets = open_sources(settings, tokenizer, pad)
+            check_rows(sets, settings.rows * settings.accumulation)
             self._data.append(sets)
-            for name, (one, _) in zip(source_names(own), sets, strict=True):
+            for name, (one, _) in zip(source_names(settings), sets, strict=True):
                 sizes[name] = len(one)
         self._epochs = Epochs(self._phases, sizes)
         self._flops: dict[tuple[int, ...], float] = {
@@ -332,9 +332,9 @@ class TrainingRun:
         self, checkpoints: Checkpoints, state: TrainState, log: MetricsLog | None, *, whole: bool
     ) -> None:
         self._files.publish()  # so that the logs up to a state exist when the state does
-        with contextlib.ExitStack() as told:
+        with contextlib.ExitStack() as stack:
             if whole and log is not None:
-                told.enter_context(log.saying(lambda s: f"writing the state, {s:.0f} s so far"))
+                stack.enter_context(log.saying(lambda s: f"writing the state, {s:.0f} s so far"))
             checkpoints.save(state, whole=whole)
 
     def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
@@ -396,10 +396,10 @@ class TrainingRun:
             if stop is not None and stop.now:
                 raise RunStopped(step, stop.status)
 
-        with contextlib.ExitStack() as told:
-            told.enter_context(self._time.spent("evaluation"))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._time.spent("evaluation"))
             if log is not None:
-                told.enter_context(log.saying(lambda s: f"evaluating: {now}, {s:.0f} s so far"))
+                stack.enter_context(log.saying(lambda s: f"evaluating: {now}, {s:.0f} s so far"))
             return self._evaluation.run(to_export(state), at)
 
     def _evaluate_first(self, log: MetricsLog | None, state: TrainState, stop: AgreedStop) -> None:

@@ -53,10 +53,10 @@ def open_output(name: str) -> Path:
             path.write_text(token, encoding="utf-8")
         except Exception as error:
             # A bucket's client has many error types, such as those of credentials.
-            told = bucket_error(output, "cannot be written", error)
+            reason = bucket_error(output, "cannot be written", error)
             if isinstance(error, OSError) and not is_remote(output):
-                told = file_error(output, "cannot be written", error)
-            failure, kind = str(told), type(told).__name__
+                reason = file_error(output, "cannot be written", error)
+            failure, kind = str(reason), type(reason).__name__
     if failure := text_of_first(failure):
         passing = text_of_first(kind) == StorageFailure.__name__
         raise (StorageFailure if passing else InputError)(failure)

@@ -58,9 +58,9 @@ def tokenizer_folder(config: TrainConfig, *, before: Path | None = None) -> Path
     Raises:
       InputError: there is none.
     """
-    own = None if before is None else before / RUN_MODEL
-    if own is not None and not _has_tokenizer(config.data.tokenizer) and _has_tokenizer(own):
-        return own
+    folder = None if before is None else before / RUN_MODEL
+    if folder is not None and not _has_tokenizer(config.data.tokenizer) and _has_tokenizer(folder):
+        return folder
     given = config.data.tokenizer or config.model.init_from
     if given is None:
         raise InputError("data.tokenizer: expected the folder of the tokenizer of data.sources")
@@ -97,8 +97,8 @@ def recipe_model(
             return model
         return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
     model = with_turn_ends(config, model)
-    own = special_tokens(tokenizer_from).mask
-    return dataclasses.replace(model, mask_token_id=mask_token(config, tokenizer, model, own))
+    named = special_tokens(tokenizer_from).mask
+    return dataclasses.replace(model, mask_token_id=mask_token(config, tokenizer, model, named))
 
 
 def _architecture(
@@ -118,14 +118,14 @@ def _architecture(
             mask = PUBLISHED_MASK_TOKEN_ID if published else None
             model = dataclasses.replace(model, mask_token_id=mask)
         return model
-    told: dict[str, Any] = {"model_type": "wedlm"}
+    fields: dict[str, Any] = {"model_type": "wedlm"}
     if tokenizer is not None:
-        told |= {
+        fields |= {
             "vocab_size": tokenizer.get_vocab_size(),
             "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
             "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
         }
-    made = config_from_hf({**told, **stated})
+    made = config_from_hf({**fields, **stated})
     # If the recipe names none, it is chosen as for an AR checkpoint.
     return dataclasses.replace(made, mask_token_id=stated.get("mask_token_id"))
 
@@ -251,11 +251,12 @@ def check_start(config: TrainConfig, *, before: Path | None = None) -> None:
     if before is not None:
         was, now = described_lora(before), lora_of(config)
         if was != now:
-            own = before == as_path(config.output)
+            is_own = before == as_path(config.output)
+            run = "this run" if is_own else before
             raise InputError(
-                f"lora: {'this run' if own else before} began with {_described(was)}, the recipe "
-                f"has {_described(now)}; give that a folder of its own"
-                + (f" instead of {before}" if own else " without branch_from")
+                f"lora: {run} began with {_described(was)}, the recipe has {_described(now)}; give "
+                "that a folder of its own"
+                + (f" instead of {before}" if is_own else " without branch_from")
             )
         if now is not None:
             check_tensors(open_checkpoint(before / RUN_BASE))

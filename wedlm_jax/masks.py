@@ -128,11 +128,13 @@ class DualStreamMask:
         segments = self.prediction_segments()
         block = jnp.arange(segments.shape[1]) // self.block_size
         # Within a block, causal in physical order, in which observed tokens come first.
-        own = (block[:, None] == block[None, :]) & CausalMask(segments).dense(*segments.shape)
+        same_block = (block[:, None] == block[None, :]) & CausalMask(segments).dense(
+            *segments.shape
+        )
         memory = CausalMask(self.segment_ids).dense(batch, length)
         # Memory never sees the prediction stream: committed text does not depend on guesses.
         unseen = jnp.zeros((batch, length, segments.shape[1]), bool)
-        return jnp.block([[memory, unseen], [self.earlier(), own]])
+        return jnp.block([[memory, unseen], [self.earlier(), same_block]])
 
 
 def copied_blocks(x: Array, blocks: Array, block_size: int) -> Array:

@@ -85,40 +85,50 @@ class _Counter:
         """Adds ``times`` runs of a computation. Within a fusion nothing goes through HBM; ``seen``
         has the channels of collectives in progress."""
         computation = self.program.computations[name]
-        for own in computation.values():
-            kind = own.opcode.removesuffix("-start")
-            if own.opcode == "dot":
-                self.cost.dot_flops += times * _dot_flops(own, computation)
-            elif own.opcode == "send":
-                self._add_transfer(own, computation, times)
-            elif kind in COLLECTIVES and not (fused and _is_seen(own, seen)):
+        for instruction in computation.values():
+            kind = instruction.opcode.removesuffix("-start")
+            if instruction.opcode == "dot":
+                self.cost.dot_flops += times * _dot_flops(instruction, computation)
+            elif instruction.opcode == "send":
+                self._add_transfer(instruction, computation, times)
+            elif kind in COLLECTIVES and not (fused and _is_seen(instruction, seen)):
                 # In a fusion with this name each device keeps only its share of the sum.
                 scattered = kind == "all-reduce" and name.startswith("all-reduce-scatter")
                 kind = "reduce-scatter" if scattered else kind
-                self._add_collective(own, kind, computation, times, fused=fused)
+                self._add_collective(instruction, kind, computation, times, fused=fused)
             if not fused:
-                self.cost.hbm_bytes += times * hbm_bytes(own, computation, self.program)
-            if kind in _SCALAR_CALLERS or own.opcode in ("async-update", "async-done"):
+                self.cost.hbm_bytes += times * hbm_bytes(instruction, computation, self.program)
+            if kind in _SCALAR_CALLERS or instruction.opcode in ("async-update", "async-done"):
                 continue
-            trips = trip_count(own, computation, self.program) if own.opcode == "while" else 1
+            trips = (
+                trip_count(instruction, computation, self.program)
+                if instruction.opcode == "while"
+                else 1
+            )
             self.cost.unknown_loops += trips is None
-            inside = fused or own.opcode == "fusion"
-            for callee in own.callees:
+            inside = fused or instruction.opcode == "fusion"
+            for callee in instruction.callees:
                 if callee in self.program.computations:
                     runs = times * (self.unknown_trips if trips is None else trips)
                     self.add(callee, runs, fused=inside, seen=seen if inside else set())
 
     def _add_collective(
-        self, own: Instruction, kind: str, computation: Computation, times: int, *, fused: bool
+        self,
+        instruction: Instruction,
+        kind: str,
+        computation: Computation,
+        times: int,
+        *,
+        fused: bool,
     ) -> None:
-        members = group_size(own.attributes, self.devices)
+        members = group_size(instruction.attributes, self.devices)
         share = (members - 1) / members if members else 1.0
-        read = sum(computation[name].bytes for name in own.operands if name in computation)
-        result = own.bytes
-        if own.opcode.endswith("-start"):
+        read = sum(computation[name].bytes for name in instruction.operands if name in computation)
+        result = instruction.bytes
+        if instruction.opcode.endswith("-start"):
             # The result of a start includes its operands.
             result = max(result - read, 0) or result
-        if kind == "reduce-scatter" and own.opcode.startswith("all-reduce"):
+        if kind == "reduce-scatter" and instruction.opcode.startswith("all-reduce"):
             result = result // members if members else result
         sent = {
             "all-gather": share * result,
@@ -132,10 +142,10 @@ class _Counter:
         if fused:
             self.cost.hbm_bytes += times * (read + result)
 
-    def _add_transfer(self, own: Instruction, computation: Computation, times: int) -> None:
+    def _add_transfer(self, instruction: Instruction, computation: Computation, times: int) -> None:
         """Counts a collective between slices, in which each device sends its share."""
-        if found := _BETWEEN_SLICES.search(own.attributes):
-            size = computation[own.operands[0]].bytes
+        if found := _BETWEEN_SLICES.search(instruction.attributes):
+            size = computation[instruction.operands[0]].bytes
             kind = f"{found.group(1).lower().replace('_', '-')} between slices"
             ring = 2 * (self.slices - 1) / self.slices if "ALL_REDUCE" in found.group(1) else 1
             self._count(kind, times, size)
@@ -147,22 +157,22 @@ class _Counter:
         moved[kind] = moved.get(kind, 0) + times * size
 
 
-def _is_seen(own: Instruction, seen: set[str]) -> bool:
+def _is_seen(instruction: Instruction, seen: set[str]) -> bool:
     """Returns whether this collective is counted already: a TPU may spread a collective over
     several fusions to overlap it with computation."""
-    channel = _CHANNEL.search(own.attributes)
+    channel = _CHANNEL.search(instruction.attributes)
     known = channel is not None and channel.group(1) in seen
     seen.update(channel.groups() if channel else ())
     return known
 
 
-def _dot_flops(own: Instruction, computation: Computation) -> int:
-    contracted = _CONTRACTED.search(own.attributes)
-    if contracted is None or not own.operands:
+def _dot_flops(instruction: Instruction, computation: Computation) -> int:
+    contracted = _CONTRACTED.search(instruction.attributes)
+    if contracted is None or not instruction.operands:
         return 0
-    left = computation[own.operands[0]].arrays[0].sizes
+    left = computation[instruction.operands[0]].arrays[0].sizes
     width = math.prod(left[int(axis)] for axis in contracted.group(1).split(",") if axis)
-    return 2 * math.prod(own.arrays[0].sizes) * width
+    return 2 * math.prod(instruction.arrays[0].sizes) * width
 
 
 def group_size(attributes: str, devices: int) -> int:

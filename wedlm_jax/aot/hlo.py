@@ -132,7 +132,7 @@ def _split_operands(rest: str) -> tuple[str, str]:
 
 def root_of(computation: Computation) -> Instruction | None:
     """Returns the instruction whose value a computation returns."""
-    return next((own for own in computation.values() if own.is_root), None)
+    return next((instruction for instruction in computation.values() if instruction.is_root), None)
 
 
 def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> int | None:
@@ -150,8 +150,8 @@ def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> i
     if root is None or "direction=LT" not in root.attributes:
         return None
     sides = [condition[name] for name in root.operands if name in condition]
-    limits = [own.number for own in sides if own.opcode == "constant"]
-    counters = [own for own in sides if own.opcode == "get-tuple-element"]
+    limits = [instruction.number for instruction in sides if instruction.opcode == "constant"]
+    counters = [instruction for instruction in sides if instruction.opcode == "get-tuple-element"]
     if len(limits) != 1 or limits[0] is None or len(counters) != 1:
         return None
     return limits[0] - _first_value(loop, counters[0], around)

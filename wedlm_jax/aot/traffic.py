@@ -26,35 +26,39 @@ _PASSED_ON = ("bitcast", "get-tuple-element", "dynamic-slice")
 _KERNEL_BYTES = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"?(\d+)')
 
 
-def hbm_bytes(own: Instruction, computation: Computation, program: HloProgram) -> int:
+def hbm_bytes(instruction: Instruction, computation: Computation, program: HloProgram) -> int:
     """Returns the bytes that one run of an instruction reads and writes: those of a fusion's
     computation, but not of other computations that it calls."""
-    if _FREE.fullmatch(own.opcode):
+    if _FREE.fullmatch(instruction.opcode):
         return 0
-    if own.opcode == "fusion":
-        body = program.computations[own.callees[0]]
+    if instruction.opcode == "fusion":
+        body = program.computations[instruction.callees[0]]
         read = sum(
             min(_in_hbm(computation.get(name)), _read(place, body, program))
-            for place, name in enumerate(own.operands)
+            for place, name in enumerate(instruction.operands)
         )
-        return read + _written(own, body)
-    if own.opcode == "custom-call" and (declared := _KERNEL_BYTES.search(own.attributes)):
+        return read + _written(instruction, body)
+    if instruction.opcode == "custom-call" and (
+        declared := _KERNEL_BYTES.search(instruction.attributes)
+    ):
         return int(declared.group(1))
-    if own.opcode in _SLICES:
-        return 2 * _in_hbm(own)
-    if own.opcode == "slice-start":  # yields its operand, the slice, and a flag
-        whole, part = own.arrays[:2]
+    if instruction.opcode in _SLICES:
+        return 2 * _in_hbm(instruction)
+    if instruction.opcode == "slice-start":  # yields its operand, the slice, and a flag
+        whole, part = instruction.arrays[:2]
         return part.bytes * (whole.in_hbm + part.in_hbm)
-    if own.opcode == "dynamic-update-slice":
-        return 2 * _in_hbm(computation.get(own.operands[1]))
-    read = sum(_in_hbm(computation.get(name)) for name in own.operands)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _in_hbm(computation.get(instruction.operands[1]))
+    read = sum(_in_hbm(computation.get(name)) for name in instruction.operands)
     # The result of a start includes its operands, some of it in other memory.
-    return read + max(_in_hbm(own) - (read if own.opcode.endswith("-start") else 0), 0)
+    return read + max(
+        _in_hbm(instruction) - (read if instruction.opcode.endswith("-start") else 0), 0
+    )
 
 
-def _in_hbm(own: Instruction | None) -> int:
+def _in_hbm(instruction: Instruction | None) -> int:
     """Returns how many bytes of an instruction's result are in main memory."""
-    return sum(array.bytes for array in own.arrays if array.in_hbm) if own else 0
+    return sum(array.bytes for array in instruction.arrays if array.in_hbm) if instruction else 0
 
 
 _ALL = 1 << 62
@@ -63,18 +67,18 @@ _ALL = 1 << 62
 
 def _read(place: int, body: Computation, program: HloProgram) -> int:
     """Returns how many bytes of its operand number ``place`` a fusion reads."""
-    inputs = (own for own in body.values() if own.opcode == "parameter")
-    parameter = next((own for own in inputs if own.number == place), None)
+    inputs = (instruction for instruction in body.values() if instruction.opcode == "parameter")
+    parameter = next((instruction for instruction in inputs if instruction.number == place), None)
     return _ALL if parameter is None else _used(parameter, body, program)
 
 
-def _used(own: Instruction, body: Computation, program: HloProgram) -> int:
+def _used(instruction: Instruction, body: Computation, program: HloProgram) -> int:
     """Returns how many bytes of one instruction's result the others of a fusion use."""
     uses = [
         (user, place)
         for user in body.values()
         for place, name in enumerate(user.operands)
-        if name == own.name
+        if name == instruction.name
     ]
     total = 0
     for user, place in uses:
@@ -89,23 +93,25 @@ def _used(own: Instruction, body: Computation, program: HloProgram) -> int:
     return total
 
 
-def _is_under_way(own: Instruction) -> bool:
+def _is_under_way(instruction: Instruction) -> bool:
     """Returns whether an instruction is a collective in progress, or passes one on."""
-    asynchronous = own.opcode == "custom-call" and "AsyncCollective" in own.attributes
-    return own.opcode in COLLECTIVES or asynchronous
+    asynchronous = (
+        instruction.opcode == "custom-call" and "AsyncCollective" in instruction.attributes
+    )
+    return instruction.opcode in COLLECTIVES or asynchronous
 
 
-def _written(own: Instruction, body: Computation) -> int:
+def _written(instruction: Instruction, body: Computation) -> int:
     """Returns the bytes that a fusion writes; for an update in place, those of the update."""
     root = root_of(body)
     if root is None or _is_under_way(root):
         return 0
     parts = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    if len(parts) != len(own.arrays):
-        return _in_hbm(own)
+    if len(parts) != len(instruction.arrays):
+        return _in_hbm(instruction)
     return sum(
         min(array.bytes, _written_by(part, body))
-        for part, array in zip(parts, own.arrays, strict=True)
+        for part, array in zip(parts, instruction.arrays, strict=True)
         if array.in_hbm
     )
 

@@ -64,8 +64,8 @@ class TileGrid:
         else:
             earlier = key < limits[..., None]
         # The memory stream has whole blocks, so blocks are numbered through both streams.
-        own = causal & (key // self.block_size == query // self.block_size)
-        prediction = jnp.where(key_tile < count, earlier, own)
+        own_block = causal & (key // self.block_size == query // self.block_size)
+        prediction = jnp.where(key_tile < count, earlier, own_block)
         return jnp.where(query_tile < count, causal, prediction)
 
 

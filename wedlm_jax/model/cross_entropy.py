@@ -101,8 +101,8 @@ def _loss(
     states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
 
     def body(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        own = part_of(order, number, chunk)
-        nll, hit, _ = _of_chunk(states[own], head, target[own])
+        indices = part_of(order, number, chunk)
+        nll, hit, _ = _of_chunk(states[indices], head, target[indices])
         return put_part(results[0], nll, number), put_part(results[1], hit, number)
 
     start = jnp.zeros(len(order), jnp.float32), jnp.zeros(len(order), bool)
@@ -127,8 +127,8 @@ def _loss_and_gradients(
     weight = weights.reshape(-1)[order] * (jnp.arange(len(order)) < count)
 
     def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        own = part_of(order, number, chunk)
-        nll, hit, slope = _of_chunk(states[own], head, target[own])
+        indices = part_of(order, number, chunk)
+        nll, hit, slope = _of_chunk(states[indices], head, target[indices])
         slope = slope * part_of(weight, number, chunk)[:, None]
         d_states = jnp.matmul(
             slope.astype(head.dtype), head, preferred_element_type=jnp.float32
@@ -139,7 +139,7 @@ def _loss_and_gradients(
         if not by_head:
             return tuple(chunks)
         # The gradients of logits stay float32 in this product, on devices that have one.
-        d_head = results[3] + jnp.matmul(slope.T, states[own].astype(jnp.float32))
+        d_head = results[3] + jnp.matmul(slope.T, states[indices].astype(jnp.float32))
         return *chunks, constrain(d_head, "vocab", None)
 
     start: tuple[Array, ...] = (

@@ -110,8 +110,10 @@ def _in_chunks(
     target = targets.reshape(-1)
 
     def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        own = part_of(order, number, chunk)
-        *values, slope = _of_chunk(students[own], teachers[own], head, target[own], distance)
+        indices = part_of(order, number, chunk)
+        *values, slope = _of_chunk(
+            students[indices], teachers[indices], head, target[indices], distance
+        )
         d_states = jnp.matmul(
             slope.astype(head.dtype), head, preferred_element_type=jnp.float32
         ).astype(student.dtype)

@@ -51,8 +51,8 @@ def with_layers_apart(
         cut = [_placed(_layers_of, lambda spec: spec[1:], leaf) for leaf in leaves]
         if consume:
             _delete(leaves, cut)
-        for number, own in enumerate(zip(*cut, strict=True)):
-            state["layers", number, *path[1:]] = jax.tree.unflatten(structure, own)
+        for number, parts in enumerate(zip(*cut, strict=True)):
+            state["layers", number, *path[1:]] = jax.tree.unflatten(structure, parts)
     dtype = model.embed_tokens[...].dtype
     graph = _graph(model, dtype=dtype, stacked=False, columns=columns)
     return nnx.merge(graph, nnx.State.from_flat_path(state))
@@ -69,13 +69,13 @@ def with_layers_stacked(model: Transformer, *, consume: bool = False) -> Transfo
             state[path] = parameters.pop(path)
         elif path[1] == 0:
             numbers = range(model.config.num_hidden_layers)
-            own = [parameters.pop(("layers", i, *path[2:])) for i in numbers]
-            leaves = [jax.tree.leaves(parameter) for parameter in own]
+            parts = [parameters.pop(("layers", i, *path[2:])) for i in numbers]
+            leaves = [jax.tree.leaves(parameter) for parameter in parts]
             joined = [
                 _placed(_stack_of, lambda spec: (None, *spec), *some)
                 for some in zip(*leaves, strict=True)
             ]
-            state["layers", *path[2:]] = jax.tree.unflatten(jax.tree.structure(own[0]), joined)
+            state["layers", *path[2:]] = jax.tree.unflatten(jax.tree.structure(parts[0]), joined)
             if consume:
                 _delete([leaf for some in leaves for leaf in some], joined)
     return nnx.merge(_graph(model), nnx.State.from_flat_path(state))
