@@ -251,7 +251,7 @@ def check_readable(folder: Path, like: TrainState) -> None:
 @jax.jit
 def checksums(arrays: dict[str, Array]) -> Array:
     """Returns the checksum of each array in the order of their names, uint32 ``[N]``: the sum of
-    its words, each multiplied by a number that depends on its place, modulo 2³²."""
+    its words, each multiplied by an odd number that depends on its place, modulo 2³²."""
     return jnp.stack([_checksum(arrays[name]) for name in sorted(arrays)])
 
 

@@ -29,7 +29,7 @@ class EngineConfig:
     ``quantization``, ``mesh`` and the options about text are for `LLM`, which loads them.
 
     Raises:
-      InputError: naming the field and what was expected.
+      InputError: a value is not valid; the message names the field and what was expected.
     """
 
     window_size: Annotated[

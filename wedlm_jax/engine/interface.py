@@ -186,7 +186,7 @@ class Report:
       seconds: how long the burst took, at most.
       timed: whether `seconds` is exact; otherwise the burst had ended before the host looked.
       sizes: the sizes in which its program runs forwards.
-      by_size: int32 ``[S]``, how many of the ``num_run`` forwards had each of the sizes.
+      by_size: int32 ``[S]``, how often the layers ran at each of the sizes in these forwards.
       windowless: whether its program has no room for windows although others have.
     """
 

@@ -25,7 +25,7 @@ Rows = Array | bool
 """
 
 CACHED_BYTES = 2 * 2**20
-"""The largest matrix that stays in the cache of a CPU core."""
+"""The bytes of the largest matrix that stays in the cache of a CPU core."""
 
 
 def columns_are_faster(config: ModelConfig, dtype: Any) -> bool:
