@@ -3,8 +3,7 @@ states.
 
 Hosts that differ would train on silently, each with its own learning rate, or hang, because their
 programs are not the same. So each host computes a digest of all this; if the digests differ, all
-hosts report what differs, and end. No device is involved, since with different versions it might
-not answer.
+hosts report how, and end. No device is involved: with different versions it might not answer.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ beginning, in the middle and at the end."""
 
 def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
     """Checks that all hosts have the same recipe, data, versions and newest state, and returns the
-    steps of the run's states, newest first, as process 0 lists them. All hosts call this; nothing
-    is written.
+    steps of the run's states, newest first, as process 0 lists them. All hosts call this.
 
     Hosts look for the newest state until all see the same one, or `SEEN_WITHIN_S` has passed, since
     some file systems show late what another host has written or renamed.

@@ -52,8 +52,7 @@ class Checkpoints:
       keep: how many of the newest states to keep.
       keep_every: also keep each state whose step is a multiple of this; 0 for none.
       timeout: seconds within which a state must be written.
-      states: the steps of existing states, from `train.agreement.agree`; by default what process 0
-        finds.
+      states: the steps of existing states, from `train.agreement.agree`; by default those found.
     """
 
     def __init__(

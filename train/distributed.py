@@ -88,12 +88,10 @@ def _end_at_once() -> None:
 
 
 class AgreedStop(StopRequest):
-    """Stops all processes of a run after the same step, when one of them receives SIGTERM or
-    Ctrl-C.
+    """Stops all processes of a run after the same step, when one receives SIGTERM or Ctrl-C.
 
     They agree through the coordinator that `jax.distributed` started. A message says at once how a
-    signal is handled. A single process ends within `AT_ONCE_S` of a second Ctrl-C, whatever it
-    computes.
+    signal is handled. A single process ends within `AT_ONCE_S` of a second Ctrl-C in any case.
     """
 
     def __init__(self) -> None:
@@ -242,8 +240,7 @@ def own_copy(processes: Mesh, tree: Any) -> Any:
 
     Args:
       processes: a mesh from `mesh_of_processes`; a process's devices share the hidden axis.
-      tree: arrays on the same devices, with any sharding, under names that `wedlm_jax.sharding`
-        knows.
+      tree: arrays on the same devices, with any sharding, under the names of `PARAMETER_AXES`.
 
     Returns:
       the tree, with arrays on ``processes.local_mesh``.

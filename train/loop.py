@@ -169,8 +169,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
 
 
 def to_export(state: TrainState) -> nnx.State:
-    """Returns all parameters of the model: the trained ones, averaged if the recipe says so, and
-    the frozen ones."""
+    """Returns all parameters of the model; the trained ones are averaged if the recipe says so."""
     return with_frozen(averaged_parameters(state.optimizer, state.parameters), state.frozen)
 
 

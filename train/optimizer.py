@@ -172,8 +172,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def averaged_parameters(state: Any, parameters: Any) -> Any:
-    """Returns the average of the parameters if the optimizer's state has one, else the
-    parameters."""
+    """Returns the average of the parameters if the state has one, else the parameters."""
 
     def is_average(node: Any) -> bool:
         return isinstance(node, ParameterAverage)

@@ -83,8 +83,7 @@ def _room(config: TrainConfig, needed: int, sequence: int) -> int:
 def blocks_of_rows(
     rows: dict[str, np.ndarray], config: TrainConfig, sequence: int
 ) -> dict[str, np.ndarray]:
-    """Adds the places of prediction blocks to rows in memory, arrays ``[N, L]``, if any block can
-    be left out."""
+    """Adds the places of prediction blocks to rows ``[N, L]``, if any block can be left out."""
     trainable, size = rows["trainable"], config.block_size
     room = _room(config, most_trainable_blocks(trainable, size), sequence)
     if config.objective != "wedlm" or room * size == config.row_length:

@@ -102,8 +102,8 @@ def abstract_state(
 
 
 def abstract_rows(config: TrainConfig, mesh: Mesh, sources: int = 1) -> PackedRows:
-    """Returns the shapes, dtypes and shardings of a global batch ``[A, R, L]`` of a run with this
-    many sources."""
+    """Returns the shapes, dtypes and shardings of a global batch ``[A, R, L]`` for a number of
+    sources."""
     place = batch_sharding(mesh)
 
     def array(width: int, dtype: Any) -> Any:

@@ -209,8 +209,7 @@ class RowOrder:
       seed: seed of the order, and of the masks.
       batch_rows: rows x accumulation.
       row_length, block_size: length and block size of the rows.
-      sources: content and weight of each set of rows, in the recipe's order; its location does not
-        matter.
+      sources: content and weight of each set of rows, in the recipe's order, wherever it is.
       phases: the same fields for each later phase, and the step from which they apply.
       skip: the batches that no step reads.
     """

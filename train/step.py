@@ -153,8 +153,7 @@ class Objective:
     """What is learned.
 
     Attributes:
-      kind: "wedlm" (MLM + AR over dual streams), "ar" (next token only) or "drafter" (masks for a
-        frozen model).
+      kind: "wedlm" (MLM + AR over dual streams), "ar" (next token) or "drafter" (only masks).
       block_size: B of the dual stream, or W of a drafter's windows.
       mask_token_id: the token at masked inputs; only used by "wedlm".
       suffix_share: the share of blocks whose last tokens are masked.

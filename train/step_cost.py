@@ -67,8 +67,7 @@ def forward_flops(
       model: the architecture.
       rows: packed rows, of all micro-batches together.
       row_length: L.
-      prediction: tokens of a row's prediction stream; 0 for plain next-token training; L by
-        default.
+      prediction: tokens of a row's prediction stream; L by default; 0 for next-token training.
     """
     prediction = row_length if prediction is None else prediction
     tokens = row_length + prediction
@@ -78,8 +77,7 @@ def forward_flops(
 
 
 def model_flops(config: TrainConfig, model: ModelConfig) -> float:
-    """Returns the FLOP of a step, forward and backward, without recomputation, to which MFU is
-    relative."""
+    """Returns the FLOP of a step without recomputation, forward and backward, for MFU."""
     products = _row_products(config, model)
     # Forward once, and twice as much backward for tokens with a backward pass.
     tokens = config.row_tokens + 2 * _learning_tokens(config)
@@ -151,8 +149,7 @@ def visited_pairs(config: TrainConfig, kind: str = "", samples: int = 1) -> int:
 
 
 def seen_pairs(config: TrainConfig, samples: int = 1) -> int:
-    """Returns the number of visible pairs of a query and a key in one row of ``samples`` samples of
-    equal length."""
+    """Returns the number of visible pairs of query and key in a row of equally long samples."""
     bounds = np.arange(samples + 1) * config.row_length // samples
     total = 0
     for size in np.diff(bounds).tolist():
@@ -171,8 +168,7 @@ def _ends(tile: int, *streams: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _targets(row_length: int, prediction: int) -> float:
     """Returns how many of a row's tokens have a target, assuming that all of the prediction
-    stream's tokens are trainable. Half of them are masked on average; the memory has the same
-    targets."""
+    stream's tokens are trainable, half of them masked; the memory has the same targets."""
     return 1.5 * prediction if prediction else row_length
 
 
@@ -224,8 +220,7 @@ def peak_flops(device: jax.Device) -> float | None:
 
 
 def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
-    """Returns a line about the memory of one device: parameters, optimizer, and the compiler's
-    peak."""
+    """Returns a line about the memory of a device: parameters, optimizer, and compiler's peak."""
     device = jax.local_devices()[0]
     parameters, optimizer = local_bytes(state.parameters), local_bytes(state.optimizer)
     parts = [f"parameters {_gib(parameters)}", f"optimizer {_gib(optimizer)}"]

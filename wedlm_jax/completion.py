@@ -58,8 +58,7 @@ class Completion:
     Attributes:
       text: the completion without stop token and stop string; None without a tokenizer, and from
         the engine, which knows only token ids.
-      token_ids: committed tokens, a stop token included; with a stop string, up to the token that
-        completes it.
+      token_ids: committed tokens, a stop token included; with a stop string, those up to its end.
       finish_reason: "stop", "length", or None while streaming.
       num_forwards: decode forwards, which are those that could commit tokens. AR takes one per
         token, of which the first computes the prompt's last token; earlier forwards, which compute

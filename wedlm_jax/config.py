@@ -34,8 +34,7 @@ class Family:
     Attributes:
       architecture: the class in transformers.
       parts: which of `PARTS` its models have; None if the file and the tensors determine it.
-      defaults: values of fields that a ``config.json`` omits, where they differ from those of other
-        families.
+      defaults: values of omitted fields, where they differ from those of other families.
     """
 
     architecture: str
@@ -229,8 +228,7 @@ class ModelConfig:
 
     @property
     def knows_masks(self) -> bool:
-        """Whether masks can draft: the model was trained to fill them, unlike stock checkpoints, or
-        has a drafter."""
+        """Whether masks can draft: the model was trained to fill them, or has a drafter."""
         trained = self.model_type == "wedlm" and self.mask_token_id is not None
         return trained or self.has_drafter
 

@@ -70,8 +70,7 @@ def draw_anchors(key: Array, rows: PackedRows, count: int) -> Array:
       count: P.
 
     Returns:
-      int32 ``[P]``, the token of the memory at each window's first position, ascending; L where
-      there are fewer.
+      int32 ``[P]``, the memory token at each window's first position, ascending; L after the last.
     """
     length = rows.tokens.shape[0]
     usable = rows.trainable & (rows.segment_ids != PAD_SEGMENT) & (rows.positions > 0)

@@ -34,8 +34,7 @@ FAULT = 1
 BAD_INPUT = 2
 """Exit status after `InputError`, and after options that cannot be parsed."""
 BAD_DATA = 65
-"""Exit status after `BadData`, and after a job without a single good record: EX_DATAERR of
-sysexits.h."""
+"""Exit status after `BadData`, and after a job without a good record: sysexits' EX_DATAERR."""
 STORAGE_FAILED = 74
 """Exit status after `StorageFailure`: EX_IOERR of sysexits.h."""
 INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143

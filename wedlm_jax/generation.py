@@ -195,8 +195,7 @@ class Generation:
       prompts: the prompts, read as they are needed.
       total: how many prompts there are, if known; for progress.
       on_progress: called between bursts.
-      stopping: once it returns True, prompts that have tokens already are finished and no others
-        are started.
+      stopping: once it returns True, prompts with tokens are finished and no others started.
       on_failure: called with the index of a prompt that could not be decoded to its end, and the
         error; by default the error is raised, which ends the call.
     """

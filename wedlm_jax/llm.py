@@ -171,8 +171,7 @@ class LLM:
         """Compiles the programs for prompts of any length with these parameters.
 
         Args:
-          sampling_params: the parameters of later prompts; a prompt with other options compiles
-            when it arrives.
+          sampling_params: parameters of later prompts; prompts with others compile on arrival.
           everything: also compile a program for all options. It is slower than one for a few
             options, but serves any prompt at once.
         """

@@ -247,8 +247,7 @@ def ar_loss(
 def _chunk(
     config: LossConfig, memory: Array, prediction: Array | None = None, block_size: int = 1
 ) -> int:
-    """Returns the tokens per chunk, by `head_chunks`, for streams ``[R, L]`` and ``[R, N]`` on the
-    current mesh."""
+    """Returns `head_chunks`' chunk for streams ``[R, L]`` and ``[R, N]`` on the current mesh."""
     others = 0 if prediction is None else prediction.shape[1]
     over = {"batch": shards("batch"), "sequence": shards("length")}
     shape = memory.shape[0], memory.shape[1]

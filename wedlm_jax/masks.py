@@ -94,8 +94,7 @@ class DualStreamMask:
 
         Args:
           segment_ids, block_size: as above.
-          blocks: int32 ``[B, P]``, the numbers of the blocks, ascending; L / block_size or more for
-            padding.
+          blocks: int32 ``[B, P]``, numbers of blocks, ascending; L / block_size or more is padding.
         """
         copied = copied_blocks(segment_ids, blocks, block_size)
         inside = blocks < segment_ids.shape[1] // block_size

@@ -68,8 +68,7 @@ def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
     """Returns the variables that a chat template is given in addition to the messages.
 
     Args:
-      tools: tools of a request or record: a list of objects, or its JSON as a text, since a table's
-        column has one type.
+      tools: tools of a request or record: a list of objects, or its JSON, as in a table's column.
       kwargs: ``chat_template_kwargs``, such as ``{"enable_thinking": False}``, or its JSON.
 
     Raises:

@@ -31,8 +31,7 @@ def pack(
       samples: samples of at most ``row_length`` tokens each.
       row_length: L, the length of a packed example, a multiple of ``block_size``.
       block_size: B; the room for a sample is rounded up to a multiple of it.
-      open_rows: how many examples are open at a time; when a sample fits into none of them, the
-        fullest is emitted.
+      open_rows: how many examples are open; if a sample fits into none, the fullest is emitted.
 
     Yields:
       the samples of one packed example, in order.

@@ -80,8 +80,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
     """Returns a mesh of all devices, laid out so that neighbours on it are neighbours in hardware.
 
     Args:
-      sizes: sizes of some of `MESH_AXES`; the others are 1. One may be -1, for the remaining
-        devices.
+      sizes: sizes of some of `MESH_AXES`; others are 1. One may be -1: the remaining devices.
       devices: the devices; by default all of this job. If they form several TPU slices, ``data``
         goes over the slices first, so that the slow network between them carries only sums of
         gradients.

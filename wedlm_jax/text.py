@@ -175,8 +175,7 @@ class TextCodec:
 
         Args:
           messages: messages as `wedlm_jax.messages.checked_messages` takes them.
-          variables: more variables of the template, such as ``tools``, which override this
-            object's.
+          variables: more variables of the template, such as ``tools``; they override this object's.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -242,8 +241,7 @@ class TextCodec:
         return str(text)
 
     def check_tools(self, variables: Mapping[str, Any]) -> None:
-        """Refuses ``tools`` if the chat template does not write them: the model could not know of
-        them.
+        """Refuses ``tools`` that the chat template does not write: the model would not know them.
 
         Raises:
           InputError: there are tools, and the template does not mention them.

@@ -43,8 +43,7 @@ class TypedTokens:
         self._plain: Tokenizer | None = None
 
     def marked(self, value: Any) -> Any:
-        """Returns a value with a mark before each character of the special tokens in its texts,
-        nested ones included.
+        """Returns a value with the special tokens in its texts marked, at any depth.
 
         Raises:
           InputError: a text contains the mark already.

@@ -31,8 +31,7 @@ class ProgramCost:
       dot_flops: FLOP of matrix products; a multiply-add is two. Products that TPU programs write as
         convolutions, and those inside kernels, are not counted.
       hbm_bytes: bytes read and written in main memory, as `wedlm_jax.aot.traffic` counts them.
-      collective_bytes: by kind of collective, the bytes of the results; collectives between slices
-        are separate kinds.
+      collective_bytes: by kind, the bytes of results; collectives between slices are other kinds.
       collective_count: by kind of collective, how often it runs.
       sent_bytes: bytes that leave a device in collectives within a slice, each run as a ring.
       slice_bytes: bytes that leave a device in collectives between slices.
@@ -51,8 +50,7 @@ class ProgramCost:
 def program_cost(
     hlo: str, *, devices: int = 0, slices: int = 1, unknown_trips: int = 1
 ) -> ProgramCost:
-    """Returns the costs of the entry computation of ``compiled.as_text()``. All branches of a
-    conditional count.
+    """Returns the costs of the entry computation of ``compiled.as_text()``; all branches count.
 
     Args:
       hlo: the text.

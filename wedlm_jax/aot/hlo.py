@@ -139,8 +139,7 @@ def trip_count(loop: Instruction, around: Computation, program: HloProgram) -> i
     """Returns how often a while loop runs; None if that is unknown.
 
     The compiler for CPUs writes the count next to the loop. For TPUs it is derived: the condition
-    compares a counter, which increases by one from a constant in the computation ``around``, with a
-    constant.
+    compares a counter, which counts up from a constant in ``around``, with another constant.
     """
     if found := _TRIP_COUNT.search(loop.attributes):
         return int(found.group(1))

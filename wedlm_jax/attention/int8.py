@@ -23,8 +23,7 @@ LARGEST = 127.0
 class Int8Rows:
     """``values [..., head_dim] * scales [...]``.
 
-    The scales are a separate array: stored among the values, each would take the space of a whole
-    vector on a TPU.
+    The scales are separate: among the values, each would take a whole vector's space on a TPU.
 
     Attributes:
       values: int8 ``[..., head_dim]``, −127 to 127.

@@ -34,8 +34,7 @@ class Spans:
     Attributes:
       query_starts: int32 ``[N + 1]``; sequence i has the flat tokens from ``query_starts[i]`` to
         ``query_starts[i + 1]``. Those from ``query_starts[N]`` on are padding.
-      kv_lengths: int32 ``[N]``, tokens in the pages, this span's included; 0 for a sequence without
-        span.
+      kv_lengths: int32 ``[N]``, tokens in the pages, this span's included; 0 without a span.
       page_table: int32 ``[N, max_pages]``, pages of each sequence in order; 0 where it has none.
     """
 

@@ -49,8 +49,7 @@ class TileList:
       groups: int32, how many groups are in use.
       tile: tokens per tile, static.
       at_once: R, static.
-      together: whether a single group has all tiles and computes every block for all of them,
-        static.
+      together: whether a single group computes every block for all tiles, static.
     """
 
     sequence: Array

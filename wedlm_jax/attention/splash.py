@@ -95,8 +95,7 @@ class DualStreamPattern(_ComputableMask):
         """Returns the numbers of the queries of one row, int32 ``[T]``, for a grid with a unit.
 
         Args:
-          limits: int32 ``[prediction]``, how many tokens of the memory come before the block of
-            each prediction token.
+          limits: int32 ``[prediction]``, tokens of the memory before each prediction token's block.
         """
         blocks = jnp.pad(limits // self.grid.unit << self._bits, (self.grid.memory, 0))
         return blocks | jnp.asarray(self._numbers, jnp.int32)

@@ -41,8 +41,7 @@ def _kind_of_mesh() -> str:
 
 
 def grid_seconds(length: int, side: int, peak_flops: float, head_dim: int = 128) -> float:
-    """Estimates the time of the forward and backward pass of one head over one dual-stream row that
-    is a single sample.
+    """Estimates the time of the forward and backward pass of one head over a row of one sample.
 
     Smaller tiles compute fewer invisible pairs; larger ones need fewer steps of the grid. The
     forward pass takes as many steps for every query tile as for the fullest; the backward pass

@@ -40,8 +40,7 @@ MEMORY = 40.0
 MASKS_RATE = 0.1
 """The rate at which the running mean of masks' drafts is updated."""
 GAIN = 1.1
-"""The factor by which drafts must promise to raise tokens per second, since the promise is
-uncertain."""
+"""The factor by which drafts must promise more tokens per second: promises are uncertain."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +54,7 @@ class Lookup:
       tokens: int32 ``[N, L]``, the tokens that followed the ending's latest occurrence.
       match: int32 ``[N]``, the length of that ending; 0 where it never occurred before.
       copied: int32 ``[N]``, how many of ``tokens`` are drafts in the window; 0 where masks drafted.
-      masks: float32 ``[N]``, the running mean of masks' drafts that a forward without copies
-        commits.
+      masks: float32 ``[N]``, mean number of masks' drafts that a forward without copies commits.
       tried, right: float32 ``[N, C]``, by the length of the ending: how many copies the committed
         text has confirmed or refuted, and how many it has confirmed; older ones count less. The
         counts survive when another sequence takes the place, since prompts that arrive together

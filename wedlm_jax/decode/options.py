@@ -160,8 +160,7 @@ class Options:
     `SamplingParams` hold that field.
 
     Attributes:
-      entropy_threshold, position_penalty: with trait "paper". A threshold of None is −inf: no
-        entropy is below it.
+      entropy_threshold, position_penalty: with trait "paper". A threshold of None is −inf.
       verified: bool, with trait "verified".
       lookup, unpriced: int32 and bool, with trait "lookup": the most drafts copied from the text,
         and whether they are taken whatever they cost.
@@ -422,8 +421,7 @@ class Vocabulary:
     Attributes:
       size: V, the rows of the model's output.
       end: no id from here on may be chosen.
-      never: lower ids that may not be chosen either, ascending: the mask token, and gaps in the
-        tokenizer's numbering.
+      never: lower ids that may not be chosen: the mask token, and gaps in the numbering; ascending.
     """
 
     size: int

@@ -136,8 +136,7 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     Args:
       logits: float32, already divided by the temperature.
       top_k: int32 ``[R]``, how many tokens stay; of equal logits the lower ids. 0 for all.
-      top_p: float32 ``[R]`` in (0, 1]. A token stays if the probabilities of more likely tokens
-        sum to less than this.
+      top_p: float32 ``[R]`` in (0, 1]. A token stays if more likely ones sum to less than this.
       min_p: float32 ``[R]`` in [0, 1], the least probability relative to the largest.
     """
     vocab = logits.shape[-1]

@@ -34,8 +34,7 @@ class Allowance:
     """The host's limits for one replica's burst of forwards.
 
     Attributes:
-      page_table: int32 ``[N, max_pages]``, the pages of each sequence in order, 0 where it has
-        none.
+      page_table: int32 ``[N, max_pages]``, pages of each sequence in order; 0 where it has none.
       capacity: int32 ``[N]``, tokens that these pages hold.
       arrival: int32 ``[N]``, the order of arrival: the lowest is served first.
       chunk_tokens: int32, the most prompt tokens that a forward computes in addition to the
@@ -173,8 +172,7 @@ def attention_spans(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatTokens:
-    """The model's input, ``[T]`` each: token ids, logical positions for RoPE, and which tokens are
-    masks."""
+    """The model's input, ``[T]`` each: token ids, logical positions for RoPE, and masks."""
 
     tokens: Array
     positions: Array
@@ -280,8 +278,7 @@ def forward_sizes(
       coarse: choose sizes four times apart, for accelerators: a small forward there takes as long
         as one four times its size, since its time goes into reading the weights.
       one_size: use a single size for all forwards, for a deterministic engine.
-      whole: how many tokens a CPU's matrix product computes together: 4, or 16 with weights in
-        columns.
+      whole: tokens that a CPU's matrix product computes together: 4, or 16 on columns.
       lookup: the most drafts that are copied from a text.
     """
     spans = sequences * num_slots(window, lookup)

@@ -71,8 +71,7 @@ class DecodeState:
       num_computed: int32 ``[N]``, n: tokens whose final keys and values are in the cache.
       tokens: int32 ``[N, P]``, the token of each filled slot.
       filled: bool ``[N, P]``, whether each slot holds a token.
-      logprobs: ``[N, P]``, log-probability of each filled slot's token; None where no sequence asks
-        for them.
+      logprobs: ``[N, P]``, log-probabilities of filled slots; None where no sequence asks.
       active: int32 ``[N]``, how many slots the next forward runs; later ones are not open yet.
       running: bool ``[N]``, False where there is no sequence, or a finished one.
       stopped: bool ``[N]``, whether it was finished by a stop token.

@@ -117,8 +117,7 @@ class Device:
         """Sequences still in the state although the last report contained their error."""
         self._num_submitted = self._num_collected = 0
         self._ended, self._observed = 0.0, True
-        """The latest time at which the last collected burst can have ended, and whether that time
-        is exact."""
+        """The latest time when the last collected burst can have ended; whether it is exact."""
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far. Replicas run their forwards at the same
         time and the device waits for the slowest, so each burst counts the forwards of the replica
@@ -227,8 +226,7 @@ class Device:
         )
 
     def collect(self, ticket: Ticket) -> Report:
-        """Waits for a ticket's burst, which must be the oldest one not collected yet, and returns
-        its report."""
+        """Waits for a ticket's burst, the oldest not collected yet, and returns its report."""
         begun = max(ticket.started, self._ended)
         timed = ticket.alone or (self._observed and not ticket.fetched[0].is_ready())
         numbers, logprobs, counters, last = jax.device_get(ticket.fetched)

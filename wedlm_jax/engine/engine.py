@@ -177,12 +177,10 @@ class Engine:
           max_forwards: the most forwards of the burst, for callers that need an answer soon; the
             burst then also ends once a quarter of each replica's sequences have finished. Chosen
             by default. With 0, requests are admitted and nothing is run.
-          seconds: how long a request that arrives now should wait at most; limits the burst in the
-            same way.
+          seconds: how long a request that arrives now should wait at most; limits the burst, too.
           ahead: submit the burst and return the events of the one before, so that the device runs
             while the caller deals with them.
-          program: traits from `compiled_for`; by default the smallest program that serves all,
-            compiled if necessary.
+          program: traits from `compiled_for`; by default the smallest program, compiled if needed.
 
         Returns:
           new tokens, finished requests and failed requests.

@@ -1,5 +1,4 @@
-"""The types that callers, scheduler and device exchange: requests and their events, bursts and
-their reports.
+"""What callers, scheduler and device exchange: requests and events, bursts and reports.
 
 A device has R replicas of N sequences each; replica r has the indices r·N … r·N + N − 1 of every
 array here. Page numbers count from 0 in each replica's own cache.
@@ -129,8 +128,7 @@ class NewTokens:
     Attributes:
       token_ids: the tokens, in the order of the text.
       forwards_at, instances_at: the sequence's counts after the forward that committed each token.
-      drafts_at: the drafts that this forward checked, encoded as `wedlm_jax.completion.Drafts`
-        reads them.
+      drafts_at: the drafts that this forward checked, encoded for `wedlm_jax.completion.Drafts`.
       logprobs: log-probabilities of the tokens; None unless requested.
     """
 
@@ -179,8 +177,7 @@ class Report:
       num_token_instances: active window slots, summed over these forwards.
       tokens: the new tokens of each index; None or empty where nothing was committed.
       errors: by index, the error that ended a sequence.
-      traced: by index, the last forward of sequences whose request is traced, if it ran their
-        window.
+      traced: by index, the last forward of traced sequences, if it ran their window.
       num_run: forwards of the replica that ran the most. Replicas run at the same time, so this
         many forwards took the time of the burst.
       seconds: how long the burst took, at most.

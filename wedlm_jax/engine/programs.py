@@ -105,8 +105,7 @@ class CompiledPrograms:
         return [key[1] for key in list(self._compiled) if key[0] is burst]
 
     def compile(self, parameters: Any, kinds: list[Traits]) -> None:
-        """Compiles all programs for sequences of these kinds, including the changes from one kind
-        to another.
+        """Compiles all programs for sequences of these kinds, changes of kind included.
 
         Args:
           parameters: the model's parameters, or their shapes.
@@ -250,8 +249,7 @@ class BurstResult(NamedTuple):
     Attributes:
       state, pages: the new state and pages, which stay on the device for the next burst.
       numbers: int32 ``[N, 7 + 4 E]`` for the host; see `wedlm_jax.decode.state.pack_for_host`.
-      logprobs: ``[N, E]``, log-probabilities of the emitted tokens; None where no sequence asks for
-        them.
+      logprobs: ``[N, E]``, log-probabilities of the emitted tokens; None unless requested.
       counters: int32 ``[R]`` or ``[R, S]``, counters of each replica.
       last: the last forward; None without trait "traced".
     """
@@ -439,8 +437,7 @@ def _placed(mesh: Mesh | AbstractMesh | None, tree: Any, names: tuple[str | None
 # --- Sequences that enter --------------------------------------------------------------------
 
 ENTRANTS_AT_ONCE = 16
-"""The most sequences that enter in one call. Calls are padded to this number, so that all have one
-shape."""
+"""The most sequences that enter in one call. Calls are padded to this, to have one shape."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -500,8 +497,7 @@ def _is_anchored(admission: Admission, window: int) -> bool:
 def _window_of(
     admission: Admission, window: int, *, anchored: bool
 ) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Returns a sequence's row of `Entrants`: its numbers, its window's tokens, and which slots are
-    filled."""
+    """Returns a sequence's row of `Entrants`: numbers, and the window's tokens and filled slots."""
     length, prompt = len(admission.text), len(admission.request.prompt)
     prefill = length - anchored
     computed = min(admission.num_cached, prefill)

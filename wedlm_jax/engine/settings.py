@@ -47,8 +47,7 @@ class SchedulerSizes:
       num_pages: pages of each replica's cache, the trash page included.
       page_size: tokens per page.
       max_pages: the most pages of one sequence, which are the columns of the page table.
-      chunk_tokens: the most prompt tokens that a forward of a replica computes in addition to
-        windows.
+      chunk_tokens: the most prompt tokens of a replica's forward in addition to windows.
       balanced_tokens: the size of a forward that takes about twice as long as one of one token.
       max_model_len: the most tokens of a prompt and its completion together.
       longest_burst: the most forwards of a burst while no sequence waits.

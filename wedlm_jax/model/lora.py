@@ -75,8 +75,7 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
     Args:
       model: the model, which is changed.
       lora: the adapters to add.
-      rngs: A is drawn from its ``params``, uniform within ±1 / √in as in the authors' code; B is
-        zero.
+      rngs: A is drawn from its ``params``, uniform within ±1 / √in as in the original; B is zero.
 
     Raises:
       InputError: the rank is not below that of a whole matrix.
@@ -103,8 +102,7 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
 
 
 def _linears(model: Transformer, names: Iterable[str]) -> Iterator[tuple[str, Linear]]:
-    """Yields the linear maps with these names: of all layers at once if they are stacked, else
-    layer by layer."""
+    """Yields the linear maps with these names: stacked ones, or layer by layer."""
     layers = model.layers if isinstance(model.layers, nnx.List) else [model.layers]
     for layer in layers:
         for name in names:

@@ -75,8 +75,7 @@ def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
 
 
 FEWEST_COLUMNS = 4
-"""The least number of columns in bfloat16. For a single one XLA casts the whole matrix to float32
-in each call."""
+"""Fewest columns in bfloat16: for one, XLA casts the whole matrix to float32 in each call."""
 
 
 ROUNDED = ("weight", "lm_head")
@@ -94,8 +93,7 @@ _rounded = jax.jit(rounded)
 
 
 def rounded_alone(value: Array, name: str) -> Any:
-    """Rounds a parameter and deletes the original if its name is in `ROUNDED`; otherwise returns it
-    unchanged."""
+    """Rounds a parameter named in `ROUNDED` and deletes the original; returns others unchanged."""
     if name not in ROUNDED:
         return value
     result = jax.block_until_ready(_rounded(value))

@@ -53,8 +53,7 @@ def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, flo
     length = rope.get("original_max_position_embeddings")
 
     def dimension_of(turns: float) -> float:
-        """Returns the (fractional) index of the pair that makes these turns over the trained
-        length."""
+        """Returns the (fractional) index of the pair with these turns over the trained length."""
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     # Pairs that turn often tell neighbours apart and stay; those that turn less than once over the

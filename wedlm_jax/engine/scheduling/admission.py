@@ -214,8 +214,7 @@ class ArrivalQueue:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[SequenceState]:
-        """Yields the sequences in order of arrival. The one yielded last may be removed
-        meanwhile."""
+        """Yields the sequences in order of arrival; the last one yielded may be removed."""
         for place in range(self._start, len(self._arrivals)):
             sequence = self._sequences.get(self._arrivals[place])
             if sequence is not None:

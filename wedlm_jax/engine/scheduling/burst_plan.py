@@ -15,8 +15,7 @@ from wedlm_jax.engine.scheduling.replica import Replica
 from wedlm_jax.engine.scheduling.sequence import SequenceState
 
 WAITING_FORWARDS = 32
-"""The most forwards of a burst while a sequence waits for a place; the burst also ends when places
-become free."""
+"""The most forwards while a sequence waits for a place; a burst also ends when some are free."""
 PREFILL_FORWARDS = 8
 """The most forwards of a burst while a long prompt is computed chunk by chunk."""
 SHORT_OF_PAGES_FORWARDS = 8
@@ -147,8 +146,7 @@ def expected_rate(sequence: SequenceState) -> float:
 SHARE = 2.0
 """The factor by which a long prompt may slow forwards down, on average."""
 PLAIN_FORWARDS = 8
-"""The forwards of the first burst after a long prompt arrives; it has no chunk, and measures what
-such forwards take."""
+"""Forwards of the first burst after a long prompt arrives, which are measured without chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +154,7 @@ class Chunks:
     """How prompts are computed in a burst.
 
     Attributes:
-      tokens: the most prompt tokens that a forward computes in addition to windows; 0 pauses
-        prompts.
+      tokens: the most prompt tokens of a forward in addition to windows; 0 pauses prompts.
       forwards: the most forwards of the burst; None if chunks do not limit it.
     """
 

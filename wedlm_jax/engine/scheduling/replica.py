@@ -110,8 +110,7 @@ class Replica:
         self.grow(sequence, tokens)
 
     def grow(self, sequence: SequenceState, tokens: int) -> None:
-        """Gives a sequence the pages that it lacks to hold ``tokens`` tokens, evicting prefixes if
-        necessary.
+        """Gives a sequence the pages that it lacks to hold ``tokens`` tokens; may evict prefixes.
 
         Raises:
           PageError: there are not enough.

@@ -168,8 +168,7 @@ class Scheduler:
           max_forwards: the most forwards of the burst, for callers that need an answer soon; the
             burst then also ends once a quarter of each replica's sequences have finished. Chosen
             by default. With 0, requests are admitted and nothing is run.
-          seconds: how long a request that arrives now should wait at most; limits the burst in the
-            same way.
+          seconds: how long a request that arrives now should wait at most; limits the burst, too.
           ahead: let the burst run while the caller handles events, so that the device does not wait
             for the host: the step submits a burst and returns the events of the one before. Without
             it, or if the next burst depends on this one's result, the step returns the events of
@@ -313,8 +312,7 @@ class Scheduler:
         return None if sequence is None or sequence.index < 0 else sequence.index
 
     def prompt_left(self, number: int) -> int:
-        """Returns how many tokens of a request's prompt remain to be computed; 0 if it decodes or
-        has finished."""
+        """Returns how many tokens of a request's prompt remain to be computed."""
         sequence = self._sequences.get(number)
         if sequence is None or (sequence.index >= 0 and not sequence.is_prefilling):
             return 0

@@ -48,12 +48,10 @@ class SequenceState:
       evidence: a `WindowChoice`'s data on the sequence.
       resume: the window that the device saved when the sequence was preempted, in mode "paper".
       num_admissions: how often it was admitted.
-      waited_for: the requests whose prefill it has waited for: by number, which admission of the
-        request that was.
+      waited_for: the requests whose prefill it has waited for: by number, their admission then.
       num_cached_tokens: tokens of the prompt that were in the cache when it was first admitted;
         −1 before.
-      forwards_in_flight: the most forwards of the burst whose report has not arrived yet; 0 if
-        there is none.
+      forwards_in_flight: the most forwards of the burst that is not reported yet; 0 for none.
       capacity_in_flight: tokens that its pages hold in that burst.
       traits: the traits that a program needs to decode it; None until the engine sets them.
     """

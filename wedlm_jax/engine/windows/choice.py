@@ -43,8 +43,7 @@ class WindowChoice(Protocol):
 
     Attributes:
       costs: the costs of forwards, corrected by every burst; None until they are known.
-      most_forwards: the most forwards of the next burst if its windows are a trial or a check; else
-        None.
+      most_forwards: limit of the next burst if its windows are a trial or a check; else None.
     """
 
     costs: CostTable | None

@@ -39,8 +39,7 @@ SLOW = 0.1
 
 
 def forward_costs(device: Device, mesh: Mesh | None, folder: Path | None = None) -> CostTable:
-    """Returns the costs of forwards by their number of tokens, measured unless an earlier process
-    has stored them.
+    """Returns the costs of forwards by number of tokens, stored by an earlier process or measured.
 
     Args:
       device: a device prepared for all traits that its programs will have, and not in use yet.
