@@ -124,7 +124,7 @@ def add_flag(group: Any, name: str, option: Option, default: Any, help_text: str
     elif option.choices:
         group.add_argument(name, choices=option.choices, help=help_text)
     elif option.text:
-        group.add_argument(name, metavar="S", help=help_text)
+        group.add_argument(name, metavar=option.text, help=help_text)
     elif isinstance(default, tuple):
         kind, metavar = (int, "N") if name.endswith("-ids") else (str, "S")
         group.add_argument(

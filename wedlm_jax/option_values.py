@@ -27,7 +27,7 @@ class Option:
       flag: whether it is a boolean.
       choices: the allowed texts.
       also: texts that are allowed in addition to numbers.
-      text: whether it is a text.
+      text: what a flag calls its value, where that is a text.
       none: what None means; None if None is refused.
       array: the dtype of its array ``[N]`` on the device; None if it has none.
       trait: the trait that a program needs to have this array, a field of
@@ -43,7 +43,7 @@ class Option:
     flag: bool = False
     choices: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
-    text: bool = False
+    text: str = ""
     none: str | None = None
     array: str | None = None
     trait: str | None = None

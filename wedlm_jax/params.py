@@ -204,7 +204,7 @@ class SamplingParams:
         Option(
             "a JSON schema, as an object or as its text: the completion is JSON that it allows; "
             "not in mode paper",
-            text=True,
+            text="TEXT",
             none="any text",
         ),
     ] = None
@@ -212,7 +212,7 @@ class SamplingParams:
         str | None,
         Option(
             "a regular expression that matches the whole completion; not in mode paper",
-            text=True,
+            text="REGEX",
             none="any text",
         ),
     ] = None

@@ -50,7 +50,7 @@ class EngineConfig:
         Option(
             "folder of adapters that let masks of this checkpoint draft, from `wedlm train` with "
             "objective drafter; they do not change its tokens",
-            text=True,
+            text="DIR",
             none="none",
         ),
     ] = None
