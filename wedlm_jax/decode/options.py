@@ -278,13 +278,6 @@ class HostOptions:
                 other.set(index, params, window=window, stops=stops, lookup=lookup)
         return other
 
-    def needed(self) -> Traits:
-        """Returns the smallest traits that cover all sequences."""
-        needed = Traits()
-        for params, window, lookup, _ in self._held.values():
-            needed = needed.union(Traits.of(params, window, lookup))
-        return needed
-
     def options(self, traits: Traits | None = None) -> Options:
         """Returns a copy of the arrays for a program with ``traits``, by default `self.traits`."""
         names = _names(traits or self.traits)

@@ -201,8 +201,7 @@ def test_windows_change_but_for_those_that_have_none():
 
 def test_other_traits_hold_the_same_sequences_or_leave_them_out():
     host = filled()
-    narrow = host.with_traits(host.needed())
-    assert host.needed() == Traits.of(RICH, WINDOW, LOOKUP)
+    narrow = host.with_traits(Traits.of(RICH, WINDOW, LOOKUP))
     assert narrow.options().position_penalty is None
     assert_same(narrow.with_traits(TRAITS).options(), host.options())
     plain = Traits.of(PLAIN, WINDOW)

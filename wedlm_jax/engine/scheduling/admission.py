@@ -163,7 +163,7 @@ class Admitter:
         unheld = replica.tree.unheld(nodes)
         needed = replica.pages.needed(self._tokens(sequence))
         maker, soon = self._maker(sequence, replica)
-        if maker is not None and soon >= len(nodes) * size + max(SHORTEST_REUSE, 1):
+        if maker is not None and soon >= len(nodes) * size + SHORTEST_REUSE:
             return _Candidate(room, nodes, needed - soon // size + unheld, soon, maker)
         shared = len(nodes) * size
         return _Candidate(room, nodes, needed - len(nodes) + unheld, shared, None)
