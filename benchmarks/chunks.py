@@ -26,7 +26,8 @@ from wedlm_jax.host.command_line import run_command
 from wedlm_jax.params import SamplingParams
 
 CHUNK = 1024
-"""Compares the first so many tokens of the prompt with the last; a forward computes fewer."""
+"""Tokens at the prompt's start that are compared with as many at its end; a forward computes
+fewer."""
 OTHERS = 4
 """Sequences that decode meanwhile, autoregressively: so each has a token a forward."""
 OTHERS_TOKENS = 32
@@ -187,7 +188,7 @@ def _until_computed(engine: Engine, tokens: int, at_once: int | None) -> list[_B
 
 
 def _submit_others(engine: Engine, subject: Subject) -> None:
-    """Submits the others anew, and runs them until they decode."""
+    """Submits the others again, and runs them until they decode."""
     engine.step(aborted=range(OTHERS + 1), max_forwards=0)
     engine.scheduler.forget_prefixes()
     params = SamplingParams(max_tokens=engine.max_model_len // 2, ignore_eos=True)

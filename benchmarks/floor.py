@@ -42,7 +42,7 @@ PROMPT_ROOM = 64
 ANSWERS = 6
 """Answers in the midst of which forwards are timed, at least."""
 SECONDS = 2.0
-"""No burst is timed after so many in a pass."""
+"""After so long no further burst of a pass is timed."""
 PROMPT_TOKENS, RANDOM_TOKENS, RANDOM_CONTEXT = 32, 160, 1024
 """Of random prompts, after each, and the context of random weights."""
 RIVAL_TOKENS = 16
@@ -196,7 +196,7 @@ def _request(engine: Engine, work: Work) -> Mapping[str, float]:
 
 
 def milliseconds_of_products(engine: Engine, tokens: int) -> float:
-    """Times the matrix products of one forward over so many flat tokens, the head included, and
+    """Times the matrix products of one forward over this many flat tokens, the head included, and
     nothing else: no attention, norms, RoPE or sampling. Compiling is not counted."""
     dtype = jax.tree.leaves(engine.device.parameters)[0].dtype
     x = jnp.ones((tokens, engine.config.hidden_size), dtype)
@@ -210,7 +210,7 @@ def milliseconds_of_products(engine: Engine, tokens: int) -> float:
 def products(
     graph: nnx.GraphDef[Transformer], parameters: nnx.State, x: Array, logits: Array, turns: Array
 ) -> Array:
-    """Computes the products so many times; returns the last logits."""
+    """Computes the products this many times; returns the last logits."""
     model = nnx.merge(graph, parameters)
 
     def turn(_: Array, logits: Array) -> Array:

@@ -15,7 +15,7 @@ class Ask:
     """A streamed call of /v1/completions.
 
     Attributes:
-      fields: of its body.
+      fields: fields of its body.
       leave_after: tokens after which the client goes away; None for never.
     """
 
@@ -25,7 +25,7 @@ class Ask:
 
 @dataclasses.dataclass
 class Heard:
-    """Holds what a client heard.
+    """What a client heard.
 
     Attributes:
       token_ids: in order.
@@ -43,7 +43,7 @@ class Heard:
 
 
 async def ask_all(port: int, asks: Sequence[Ask], clients: int) -> tuple[list[Heard], float]:
-    """Asks everything, so many at a time; returns what was heard, and the seconds it took."""
+    """Asks everything, ``clients`` at a time; returns what was heard, and the seconds."""
     heard = [Heard() for _ in asks]
     todo = iter(range(len(asks)))
     started = time.perf_counter()

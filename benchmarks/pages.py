@@ -4,7 +4,7 @@ While sequences wait, so that every place that could be taken was: the share of 
 are real ("useful"), and of the places in allocated pages those that hold final keys and values
 ("held"), and those with what the next forward writes ("with spans"). Then the same in a memory of a
 few rectangles, each with the pages of the longest request and its window: how many sequences run
-there at a time ("fitting"), and how many were put back for want of pages.
+there at a time ("fitting"), and how many were put back for lack of pages.
 """
 
 from __future__ import annotations

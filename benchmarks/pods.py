@@ -25,7 +25,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class PodStep:
-    """Holds what one recipe costs on a pod.
+    """The cost of one recipe on a pod.
 
     Attributes:
       recipe, topology, row_length, rows, accumulation: what was compiled, micro-batches as
@@ -51,7 +51,7 @@ class PodStep:
             "mesh": "",
             "L": f"{self.row_length:,}",
             "rows × accumulation": f"{self.rows} × {self.accumulation}",
-            "computed anew": self.error or "",
+            "recomputed": self.error or "",
         }
         if step is None:
             return cells
@@ -60,7 +60,7 @@ class PodStep:
         compute, memory, network, slices = dataclasses.astuple(bound)
         return cells | {
             "mesh": " × ".join(sizes),
-            "computed anew": step.remat,
+            "recomputed": step.remat,
             "peak of HBM": f"{step.peak_bytes / GIB:.1f} of {step.hbm_limit / GIB:.0f} GiB",
             "to spare": f"{step.headroom:.0%}",
             "compute": f"{compute:.2f} s",

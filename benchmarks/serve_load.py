@@ -166,12 +166,12 @@ def load_of(
     offline: tuple[float, float],
     client_share: float,
 ) -> dict[str, Any]:
-    """Returns what so many clients at a time got.
+    """Returns what this many clients at a time got.
 
     Args:
       offline: tokens a second of a job, and of one that decodes no more at a time than there are
         clients.
-      client_share: of the CPU seconds of both processes.
+      client_share: the client's share of the CPU seconds of both processes.
     """
     if errors := [one.error for one in heard if one.error is not None]:
         raise InputError(f"{len(errors)} calls failed; the first: {errors[0]}")

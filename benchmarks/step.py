@@ -61,7 +61,7 @@ difference."""
 
 
 class StepsDiffer(Exception):
-    """Says that two ways to compute a step do not find the same."""
+    """Reports that two ways to compute a step do not find the same."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -149,7 +149,7 @@ class Step(Protocol):
     """Runs forward and backward pass of a batch, compiled or ready to be.
 
     Attributes:
-      flops: of it, by its sizes, visible pairs of attention only.
+      flops: its products, by its sizes, visible pairs of attention only.
     """
 
     flops: float

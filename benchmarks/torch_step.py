@@ -40,7 +40,7 @@ class TorchStep:
       parameters: by the dotted paths of `wedlm_jax.checkpoint.names.arrays_from_model`, layers
         stacked.
       batch, denominators, loss: what `train.step` computes, ``[R, ...]``.
-      flops: of the step.
+      flops: products of the step.
       compiled: whether `torch.compile` makes the forward and the backward pass of it.
     """
 

@@ -17,7 +17,7 @@ LENGTHS = (4, 160)
 most are short, some are long, as those of different users are."""
 SHOTS = 5
 LONG_ONE_IN = 8
-"""Of mixed prompts, one in so many stands after answered questions, different ones each time."""
+"""One in this many of the mixed prompts follows answered questions, different ones each time."""
 
 
 def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:

@@ -103,7 +103,7 @@ class CompiledDecoder:
       topology, devices, mesh, sizes: what it was compiled for.
       settings: settings of the engine.
       weight_bytes, page_bytes: on one device.
-      peak_bytes, temporary_bytes: of HBM on one device, by the compiler.
+      peak_bytes, temporary_bytes: HBM that one device needs, by the compiler.
       hbm_limit: what the chip has.
       forward: forward of the largest number of sequences, all in their windows.
       compile_seconds: on this machine.
@@ -277,7 +277,8 @@ def forward_of(
     Args:
       sequences: number of sequences per replica.
       tensor: chips that share it.
-      weights, bytes_per_token: of parameters, and of a token's keys and values, on a chip.
+      weights, bytes_per_token: bytes of the parameters, and of a token's keys and values, on a
+        chip.
       adapters: number of parameters beside the model's.
     """
     tokens = sequences * sizes.tokens_each

@@ -62,7 +62,7 @@ def add_engine_options(
 
     Args:
       batch_size: the default of ``--batch-size``, for the help.
-      names: of what has a flag.
+      names: the fields that get a flag.
     """
     for name in names:
         if name == "model":

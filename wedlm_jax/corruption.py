@@ -1,7 +1,7 @@
 """Builds the dual-stream training batch on the device, from packed clean examples.
 
 Pure functions on static shapes, which run inside the jitted training step: the host sends only
-clean tokens, and every step masks them anew. Source: WeDLM section 4.
+clean tokens, and every step masks them again. Source: WeDLM section 4.
 """
 
 from __future__ import annotations

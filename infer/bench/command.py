@@ -19,7 +19,7 @@ class Comparison(NamedTuple):
     """What can be compared.
 
     Attributes:
-      function: of `infer.bench` that measures and reports: takes subject, regimes, options, report.
+      function: function in `infer.bench` that takes subject, regimes, options and report.
       meaning: for the help.
       options: those of `OPTIONS` that it takes, with their defaults.
     """

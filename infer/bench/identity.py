@@ -28,9 +28,9 @@ class Agreement:
 
     Attributes:
       way: AR, a window in mode verified, or drafts from the text.
-      dtype: of weights and cache.
+      dtype: dtype of weights and cache.
       prompts, tokens: that were completed, and of the completions.
-      tokens_per_forward: of them.
+      tokens_per_forward: tokens per forward of these completions.
       differ: completions that are not those of AR.
       median_margin, largest_margin: nats between AR's two best tokens where completions first
         differ; of AR itself at all places. None where there is no such place.
@@ -53,8 +53,8 @@ def compare_identity(
     reports AR's own figures first.
 
     Args:
-      options: of these, ``draft`` "masks" stands for the windows, the others for drafts from the
-        text, and None for what the model knows; ``prompts`` counts those of all regimes by turns.
+      options: parsed options; ``draft`` "masks" stands for the windows, the others for drafts from
+        the text, and None for what the model knows; ``prompts`` counts those of all regimes.
 
     Raises:
       InputError: the model has no such drafts.
@@ -83,7 +83,7 @@ def _agreements(
     batch_size: int,
 ) -> Iterator[Agreement]:
     """Yields AR's figures and those of every way. A deterministic engine is compared with itself:
-    its shape follows from its window, so AR is decoded anew in the engine of each way."""
+    its shape follows from its window, so AR is decoded again in the engine of each way."""
 
     def decode(way: Way, engine_of: Way) -> list[Completion]:
         engine = subject.engine(engine_of.window, batch_size, lookup=engine_of.lookup)

@@ -41,7 +41,7 @@ class Rival:
       subject: whose weights are taken; for random weights the same shape, with others.
 
     Attributes:
-      forwards: of all batches so far, those of prompts included.
+      forwards: forwards of all batches so far, those of prompts included.
     """
 
     def __init__(self, subject: Subject):

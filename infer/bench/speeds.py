@@ -69,7 +69,7 @@ class Speed:
     Attributes:
       way, regime: names.
       sequences: that decode together.
-      prompts, tokens, forwards: of one pass, over all prompts.
+      prompts, tokens, forwards: counts of one pass over all prompts.
       seconds: wall-clock of each timed pass, prompts included, compiling not.
       compile_seconds: spent on compiling, less what was kept from earlier runs.
       drafts: checked and accepted in one pass, by where they came from.

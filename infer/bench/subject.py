@@ -43,8 +43,8 @@ class Subject:
     Attributes:
       folder: its checkpoint; None for random weights.
       codec: its tokenizer, if it has one.
-      dtype: of weights and cache.
-      options: of every engine, those of `ENGINE_OPTIONS` that were given.
+      dtype: dtype of weights and cache.
+      options: options of every engine: those of `ENGINE_OPTIONS` that were given.
     """
 
     model: Transformer
@@ -58,7 +58,7 @@ class Subject:
         return self.model.config
 
     def engine(self, window: int | str, sequences: int, **options: Any) -> Engine:
-        """Makes an engine for so many sequences; ``options`` are fields of `EngineConfig`.
+        """Makes an engine for this many sequences; ``options`` are fields of `EngineConfig`.
         No drafts are copied from texts unless these say so."""
         options = {"lookup": 0, **self.options, **options}
         config = EngineConfig(window_size=window, max_batch_size=sequences, **options)

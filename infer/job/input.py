@@ -467,7 +467,7 @@ class Workload:
 
     Attributes:
       files: the input, in order.
-      index: of their records.
+      index: their index among the records.
       params: sampling parameters that a record may override; with a seed, so that a restart samples
         the same.
       chat: whether a ``prompt`` is a user's message, for the chat template.

@@ -50,7 +50,7 @@ class RayCluster:
     """The cluster that a job runs on.
 
     Attributes:
-      address: of the cluster; empty for the one that Ray finds, or else a new local one.
+      address: the cluster's address; empty for the one that Ray finds, or else a new local one.
       actors: number of actors; None for one per accelerator, or one if there is none.
     """
 

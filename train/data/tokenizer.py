@@ -166,7 +166,7 @@ class InputTexts:
     """Yields the texts of documents and messages, in the order of the input.
 
     Attributes:
-      count, characters: of the texts so far.
+      count, characters: number of texts so far, and of their characters.
       left_out: the records without a text.
     """
 

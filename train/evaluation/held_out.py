@@ -38,7 +38,7 @@ class Evaluation:
     Args:
       config: the recipe.
       mesh: mesh of the run.
-      graph, model: of the model.
+      graph, model: the model's graph, and its configuration.
       objective: objective of the run.
       rows: held-out packed rows, arrays ``[N, L]``; the last are left out where N is no
         multiple of the recipe's rows.

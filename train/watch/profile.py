@@ -24,7 +24,7 @@ class Profiler:
 
     Args:
       output: the run's folder.
-      first, count: of the recipe; no steps where ``count`` is 0.
+      first, count: first step and number of steps, from the recipe; no steps where ``count`` is 0.
     """
 
     def __init__(self, output: Path, first: int, count: int):

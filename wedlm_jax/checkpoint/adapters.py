@@ -111,7 +111,7 @@ def with_drafter(
       model: the checkpoint's, in any layout; it is changed, and returned.
       base: the checkpoint.
       folder: the drafter's.
-      mesh: of the model.
+      mesh: the model's mesh.
 
     Raises:
       InputError: naming the file: it is none of a drafter, or of another model.

@@ -47,7 +47,7 @@ class PeftCheckpoint(Checkpoint):
     """A base model with the adapters of a folder merged in.
 
     Args:
-      folder: of the adapters.
+      folder: the adapters' folder.
       base: the model that they belong to, open.
 
     Raises:

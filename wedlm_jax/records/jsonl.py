@@ -55,7 +55,7 @@ def read_lines(
     """Yields the lines of a stream, but for those of white space only.
 
     Args:
-      at, number: of the line to begin with, at which the stream stands.
+      at, number: place and number of the line to begin with, where the stream stands.
       digest: is fed all the bytes that are read.
     """
     while True:

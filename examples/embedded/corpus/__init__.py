@@ -38,7 +38,7 @@ HELDOUT_ONE_IN = 20
 
 @dataclass(frozen=True)
 class Sample:
-    """Holds a prompt with its answer; `expected` is the part of the answer that can be checked."""
+    """A prompt with its answer; `expected` is the part of the answer that can be checked."""
 
     regime: str
     kind: str
@@ -48,7 +48,7 @@ class Sample:
 
 
 def is_heldout(prompt: str) -> bool:
-    """Tells whether a prompt belongs to the held-out split: a matter of its text alone."""
+    """Returns whether a prompt belongs to the held-out split: a matter of its text alone."""
     digest = hashlib.blake2b(prompt.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0
 
@@ -110,7 +110,7 @@ def _expected(regime: str, answer: str) -> str | None:
 
 
 def check(sample: Sample, text: str) -> bool | None:
-    """Tells whether a generated text is right; None for prose, which has no right answer.
+    """Returns whether a generated text is right; None for prose, which has no right answer.
 
     Reasoning is judged by its final answer alone, low-entropy text as a whole, with white
     space at both ends left out of account.
