@@ -38,6 +38,10 @@ class Progress:
     instances: int
 
 
+STILL = 12
+"""How many times as long a line waits that says the same as the one before."""
+
+
 class ProgressBar:
     """Shows how much is done, how fast, and how long the rest takes: a bar in a terminal, a line
     now and then elsewhere. A context manager.
@@ -83,6 +87,7 @@ class ProgressBar:
         )
         self._task = self._rich.add_task(title, total=total, completed=done, line="")
         self._started = self._told = time.monotonic()
+        self._last = ""
 
     def start(self) -> None:
         """Shows the bar; the clock runs from now on. What is printed meanwhile stands above it."""
@@ -127,7 +132,9 @@ class ProgressBar:
         now = time.monotonic()
         if not self._rich.disable or self._every is None or now - self._told < self._every:
             return
-        self._told = now
+        if line == self._last and now - self._told < STILL * self._every:
+            return  # while a program compiles, say
+        self._told, self._last = now, line
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def move(self, done: int) -> None:

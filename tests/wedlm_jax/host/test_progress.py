@@ -146,3 +146,15 @@ def test_it_ticks_while_the_block_is_busy():
     assert ticks == sorted(ticks)
     time.sleep(0.05)
     assert len(ticks) == count, "it ends with the block"
+
+
+def test_where_there_is_no_bar_what_stands_still_is_seldom_repeated(now):
+    console = plain()
+    with ProgressBar("records", total=9, console=console, every=5) as bar:
+        for _ in range(25):
+            now[0] += 5
+            bar.update(0, text="no tokens")
+        now[0] += 5
+        bar.update(1, text="no tokens", seconds_left=8)
+    lines = said(console).splitlines()
+    assert lines == ["0 of 9 records, no tokens"] * 3 + ["1 of 9 records, no tokens, 0:08 left"]
