@@ -1,4 +1,4 @@
-"""Bias, penalties, minimum length and bad words of flat rows, against NumPy and against
+"""Bias, penalties, minimum length, bad words and grammars of flat rows, against NumPy and against
 autoregressive decoding; and that a program without them has nothing of them."""
 
 import dataclasses
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.examples.windows import (
     ALL_TRAITS,
     LONGEST_TEXT,
+    SLOTS,
     STOPS,
     VOCAB,
     WINDOW,
@@ -23,9 +24,15 @@ from tests.examples.windows import (
     state_of,
 )
 from tests.jaxpr_shapes import arrays_in, equations_in
-from tests.reference.logit_options import adjusted, seen_by_row
-from wedlm_jax.decode.logits import adjusted_logits, token_use, with_committed
-from wedlm_jax.decode.options import Traits, idle_options
+from tests.reference.logit_options import adjusted, left_masked, seen_by_row
+from wedlm_jax.decode.logits import adjusted_logits, keep_apart, token_use, with_committed
+from wedlm_jax.decode.options import (
+    Traits,
+    abstract_options,
+    all_allowed,
+    allowed_tokens,
+    idle_options,
+)
 from wedlm_jax.decode.state import idle_state
 from wedlm_jax.params import SamplingParams
 
@@ -96,8 +103,6 @@ def test_counts_that_are_updated_equal_those_made_afresh(some, data):
     before, after, options = state_of(some), state_of(more), options_of(some)
     updated = with_committed(token_use(before, options, VOCAB), before, after)
     afresh = token_use(after, options, VOCAB)
-    assert updated is not None
-    assert afresh is not None
     np.testing.assert_array_equal(updated.prompt, afresh.prompt)
     np.testing.assert_array_equal(updated.committed, afresh.committed)
     for i, one in enumerate(more):
@@ -132,25 +137,98 @@ def test_only_penalties_count_tokens():
 
 def test_a_sequence_without_penalties_keeps_its_logits_to_the_bit():
     plain = Decoding((3, 4), (3, 3), (5, None, 6, None), SamplingParams(mode="paper"))
-    penalised = dataclasses.replace(plain, params=SamplingParams(mode="paper", **PENALTIES))  # type: ignore[arg-type]
+    penalised = dataclasses.replace(plain, params=SamplingParams(mode="paper", **PENALTIES))
     logits = some_logits(3)
     ours, named = adjusted_rows([plain, penalised, plain], logits)
     changed = [i for row, (i, *_) in enumerate(named) if (ours[row] != logits[row]).any()]
     assert set(changed) == {1}
 
 
-@pytest.mark.parametrize(
-    ("mode", "window", "slot", "is_mask", "expected"),
-    [
-        # A mask counts what stands behind it too; the row of slot 0 does not see the draft 7.
-        ("paper", (None, 7), 0, True, {2: 1, 7: 1}),
-        ("verified", (2, 7, None), 1, False, {2: 1}),
-        ("verified", (2, 7, None), 2, False, {2: 1, 7: 1}),
-        ("verified", (2, 7, None, None), 3, True, {2: 1, 7: 1}),
-    ],
+# --- bad words in masks that are filled together -----------------------------------------
+
+
+keep = jax.jit(keep_apart)
+
+
+def chosen_and_tokens(some, seed):
+    """Of each window some masks, and of few tokens one for each: ``[N, P]``."""
+    rng = np.random.default_rng(seed)
+    chosen = np.zeros((len(some) + 1, SLOTS), bool)
+    for i, one in enumerate(some):
+        for slot, token in enumerate(one.window):
+            chosen[i, slot] = token is None and rng.random() < 0.8
+    return chosen, rng.integers(0, 3, chosen.shape).astype(np.int32)
+
+
+def with_words(one, words):
+    return dataclasses.replace(one, params=dataclasses.replace(one.params, bad_words=words))
+
+
+few = st.integers(0, 2)
+short_words = st.lists(st.lists(few, min_size=1, max_size=4).map(tuple), max_size=4).map(tuple)
+
+
+@given(
+    some=st.lists(sequences(), min_size=3, max_size=3),
+    words=st.lists(short_words, min_size=3, max_size=3),
+    seed=st.integers(0, 2**16),
 )
-def test_what_counts(mode, window, slot, is_mask, expected):
-    one = Decoding((3,), (2,), window, SamplingParams(mode=mode, frequency_penalty=1.0))
-    ours, named = adjusted_rows([one] * 3, np.zeros((LARGEST_ROWS, VOCAB), np.float32))
-    counts = -ours[named.index((0, slot, is_mask))]
-    assert {token: counts[token] for token in np.flatnonzero(counts)} == expected
+def test_the_last_new_token_of_each_word_is_left_out(some, words, seed):
+    some = [with_words(one, theirs) for one, theirs in zip(some, words, strict=True)]
+    chosen, tokens = chosen_and_tokens(some, seed)
+    kept = np.asarray(keep(state_of(some), options_of(some), jnp.array(chosen), jnp.array(tokens)))
+    for i, one in enumerate(some):
+        if one.anchored:
+            np.testing.assert_array_equal(kept[i], chosen[i])
+            continue
+        window = [
+            int(tokens[i, slot]) if chosen[i, slot] else token
+            for slot, token in enumerate(one.window)
+        ]
+        first = len(one.completion)
+        new = [first + slot for slot in np.flatnonzero(chosen[i])]
+        out = {place - first for place in left_masked([*one.completion, *window], new, one.params)}
+        assert set(np.flatnonzero(chosen[i] & ~kept[i])) == out
+        assert not (kept[i] & ~chosen[i]).any()
+
+
+# --- the bits of a grammar ---------------------------------------------------------------
+
+
+VERIFIED, PAPER = SamplingParams(mode="verified"), SamplingParams(mode="paper")
+SOME = [
+    Decoding((3,), (4,), (4, 5, 6, None, None, None), VERIFIED),
+    Decoding((3,), (), (3,), SamplingParams(mode="ar")),
+    Decoding((3,), (), (None, 5, None), PAPER),
+]
+
+
+@pytest.mark.parametrize("vocab", [12, 32, 70])
+def test_each_row_of_a_filled_slot_has_the_bits_of_the_slot_behind_it(vocab):
+    rng = np.random.default_rng(vocab)
+    masks = all_allowed(len(SOME), 4, vocab)
+    assert masks.shape == (3, 4, -(-vocab // 32))
+    masks[:] = rng.integers(0, 2**32, masks.shape, np.uint32)
+    rows, named = rows_of(SOME)
+    ours = jax.jit(allowed_tokens, static_argnums=2)(jnp.asarray(masks), rows, vocab)
+    assert ours.shape == (len(named) + 2, vocab)
+    for row, (sequence, slot, is_mask) in enumerate(named):
+        words = [2**32 - 1] * vocab if is_mask else masks[sequence, slot - 1].tolist()
+        expected = [words[token // 32] >> (token % 32) & 1 == 1 for token in range(vocab)]
+        assert ours[row].tolist() == expected
+    assert sum(not is_mask for *_, is_mask in named) == 4
+
+
+def test_without_the_trait_there_are_none():
+    traits = Traits.of(SamplingParams(regex="a"), 4)
+    assert traits.grammar
+    allowed = abstract_options(2, traits, 100).allowed
+    assert (allowed.shape, allowed.dtype) == ((2, 4, 4), jnp.uint32)
+    assert abstract_options(2, dataclasses.replace(traits, grammar=False), 100).allowed is None
+    assert abstract_options(2, traits.without_windows, 100).allowed.shape == (2, 1, 4)
+
+
+def test_a_row_takes_no_more_than_its_bits():
+    rows, _ = rows_of(SOME)
+    jaxpr = jax.make_jaxpr(lambda masks: allowed_tokens(masks, rows, 64))(all_allowed(3, 4, 64))
+    assert max(np.prod(x.shape) for x in arrays_in(jaxpr.jaxpr)) <= rows.slot.shape[0] * 64

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,24 +45,6 @@ def test_copies_follow_the_latest_occurrence_of_the_longest_ending(some):
         assert match == shared
         if shared:
             assert tokens.tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "copies", "match"),
-    [
-        ([7, 8, 9, 5, 7, 8], [9, 5, 7, 8, 9, 5], 2),
-        ([1, 8, 3, 2, 8, 4, 2, 8], [4, 2, 8, 4, 2, 8], 2),  # not what followed 8 alone, or first
-        ([5, 6, 6], [6, 6, 6, 6, 6, 6], 1),  # a loop goes on
-        ([1, 2, 3], [], 0),
-        ([4], [], 0),
-        ([*range(12), *range(10)], [10, 11, 0, 1, 2, 3], FARTHEST),
-    ],
-)
-def test_copies_of_some_texts(text, copies, match):
-    assert reference.find(text, MOST, LONGEST, FARTHEST) == (copies, match)
-    found = look(*padded([text]), MOST)
-    assert int(found.match[0]) == match
-    assert not copies or found.tokens[0].tolist() == copies
 
 
 def test_a_text_is_searched_in_one_pass():
@@ -127,7 +108,7 @@ SIZES = (1, 2, 4, 8, 12)
 @st.composite
 def situations(draw):
     count = draw(st.integers(1, 3))
-    steps = st.lists(st.floats(0.05, 1.0), min_size=3, max_size=3)
+    steps = st.lists(st.just(0.0) | st.floats(0.05, 1.0), min_size=3, max_size=3)
     gains = [np.cumprod(draw(steps)).tolist() for _ in range(count)]
     rising = np.cumsum(draw(st.lists(st.floats(0.0, 3.0), min_size=5, max_size=5))) + 1
     return {
@@ -162,6 +143,7 @@ def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at):
         jnp.array(of_size, jnp.float32),
     ).tolist()
     tokens, committed = at["tokens"], at["committed"]
+    assert all(own[count - 1] for own, count in zip(gains, counts, strict=True) if count)
     more = sum(sum(own[:count]) for own, count in zip(gains, counts, strict=True))
     rate = (committed + more) / seconds_of(of_size, tokens + sum(counts))
     best = reference.best_drafts(gains, tokens, committed, lambda t: seconds_of(of_size, t))
@@ -169,18 +151,9 @@ def test_no_other_choice_of_drafts_commits_more_tokens_a_second(at):
     assert rate >= 0.999 * best or (sum(counts) == 0 and best <= 1.001 * GAIN * none)
 
 
-def test_the_gains_of_copies_are_their_survival_where_no_masks_draft():
-    known = dataclasses.replace(no_lookup(3, MOST), match=jnp.array([2, 2, 0], jnp.int32))
-    found = gains(known, jnp.array([MOST, 3, MOST]))
-    right = survival(known)
-    np.testing.assert_allclose(found[0], right[0], rtol=1e-6)
-    np.testing.assert_allclose(found[1], np.where(np.arange(MOST) < 3, right[1], 0), rtol=1e-6)
-    assert not found[2].any()
-
-
 @given(
     rates=st.lists(st.floats(0.05, 0.99), min_size=FARTHEST, max_size=FARTHEST),
-    masks=st.floats(0.0, 10.0),
+    masks=st.just(0.0) | st.floats(0.0, 10.0),
     room=st.integers(0, MOST),
 )
 def test_gains_fall_and_are_what_copies_bring_together(rates, masks, room):
@@ -196,6 +169,8 @@ def test_gains_fall_and_are_what_copies_bring_together(rates, masks, room):
     found = np.array(gains(known, jnp.array([room]))[0], np.float64)
     right = np.cumprod([rates[min(k, FARTHEST - 1)] for k in range(MOST)])
     whole = np.cumsum(right) - masks * (1 - right)
+    if masks == 0:
+        np.testing.assert_allclose(found[:room], right[:room], rtol=1e-4)
     assert (np.diff(found) <= 1e-5).all()
     assert not found[room:].any()
     assert found.min() >= 0
@@ -203,16 +178,3 @@ def test_gains_fall_and_are_what_copies_bring_together(rates, masks, room):
     assert (np.cumsum(found)[:room] >= whole[:room] - 1e-3).all()
     if not (found > 0).any():
         assert (whole[:room] <= 1e-3).all()
-
-
-def test_drafts_that_are_mostly_wrong_or_dear_are_not_taken():
-    cheap, dear = [1.0, 1.01, 1.02, 1.03, 1.04], [1.0, 2.0, 4.0, 8.0, 12.0]
-    likely, unlikely = [[0.9, 0.8, 0.7]], [[0.01, 0.0, 0.0]]
-
-    def count(gains, of_size):
-        return pay(jnp.array(gains), 1, 1.0, jnp.array(of_size)).tolist()  # type: ignore[no-any-return]
-
-    assert count(likely, cheap) == [3]
-    assert count(likely, dear) == [0]
-    assert count(unlikely, cheap) == [0]
-    assert count([[0.0, 0.0, 0.0]], [1.0] * 5) == [0]

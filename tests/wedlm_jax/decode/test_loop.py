@@ -22,7 +22,6 @@ from tests.examples.decode import (
 from tests.reference.logit_options import bad_words_in
 from wedlm_jax.params import SamplingParams
 
-PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)
 AT_ONCE = SamplingParams(mode="paper", max_tokens=20, entropy_threshold=9.0)
 """Every mask is filled in the first forward that sees it."""
 
@@ -55,39 +54,24 @@ def assert_equals_reference(engine, full_forward, batch, refill="streaming"):
     assume(compared)
 
 
-def batches_with_options(window):
-    return st.lists(cases_with_options(window=window), min_size=BATCH, max_size=BATCH)
-
-
-@given(batch=batches())
-def test_streaming_equals_the_python_loop(streaming_engine, full_forward, batch):
-    assert_equals_reference(streaming_engine, full_forward, batch)
-
-
-@pytest.mark.full
-@given(batch=batches())
-def test_blockwise_equals_the_python_loop(blockwise_engine, full_forward, batch):
-    assert_equals_reference(blockwise_engine, full_forward, batch, "blockwise")
-
-
-@given(batch=batches(window=0))
-def test_a_window_of_0_equals_full_forwards_token_by_token(
-    autoregressive_engine, full_forward, batch
-):
-    assert_equals_reference(autoregressive_engine, full_forward, batch)
-
-
-@given(batch=batches_with_options(window=4))
-def test_streaming_with_options_equals_the_python_loop(streaming_engine, full_forward, batch):
-    assert_equals_reference(streaming_engine, full_forward, batch)
-
-
-@pytest.mark.full
-@given(batch=batches_with_options(window=0))
-def test_autoregressive_decoding_with_options_equals_the_python_loop(
-    autoregressive_engine, full_forward, batch
-):
-    assert_equals_reference(autoregressive_engine, full_forward, batch)
+@pytest.mark.parametrize(
+    ("engine", "some"),
+    [
+        ("streaming", cases),
+        ("streaming", cases_with_options),
+        ("autoregressive", cases),
+        pytest.param("autoregressive", cases_with_options, marks=pytest.mark.full),
+        pytest.param("blockwise", cases, marks=pytest.mark.full),
+    ],
+)
+@given(data=st.data())
+def test_the_engine_equals_the_python_loop(engine, some, request, full_forward, data):
+    """With a window of 0, full forwards token by token."""
+    window = 0 if engine == "autoregressive" else 4
+    batch = data.draw(st.lists(some(window=window), min_size=BATCH, max_size=BATCH))
+    refill = "blockwise" if engine == "blockwise" else "streaming"
+    decoding = request.getfixturevalue(f"{engine}_engine")
+    assert_equals_reference(decoding, full_forward, batch, refill)
 
 
 @pytest.mark.full
@@ -117,10 +101,7 @@ def test_a_sequence_without_options_is_what_it_is_where_nobody_has_them(
     assert run(streaming_engine, [case, *others])[0] == run(one_size_engine, [case])[0]
 
 
-# --- bad words ---------------------------------------------------------------------------
-
-
-def test_masks_that_are_filled_together_make_no_bad_word(streaming_engine, full_forward):
+def test_masks_that_are_filled_together_make_no_bad_word(streaming_engine):
     """Pairs that stand in the plain completion are forbidden; the masks that would be filled
     with them in one forward then take more."""
     shown = 0
@@ -133,53 +114,9 @@ def test_masks_that_are_filled_together_make_no_bad_word(streaming_engine, full_
         without = Case(case.prompt, params, 4)
         result = run(streaming_engine, [without])[0]
         assert not bad_words_in(result.token_ids, params)
-        answer = reference(full_forward, TINY, without)
-        if answer.margin > SAFE_MARGIN:
-            assert_equal(result, answer)
-            waited = result.num_forwards / len(result.token_ids)
-            shown += waited > whole.num_forwards / len(whole.token_ids)
+        waited = result.num_forwards / len(result.token_ids)
+        shown += waited > whole.num_forwards / len(whole.token_ids)
     assert shown
-
-
-def test_a_bad_word_may_begin_in_the_prompt(autoregressive_engine):
-    """Token by token, a word whose first token the completion lacks forbids nothing."""
-    tried = 0
-    for last in range(2, 22):
-        case = Case((3, 9, last), PLAIN, 0)
-        whole = run(autoregressive_engine, [case])[0]
-        if last not in whole.token_ids:
-            tried += 1
-            params = dataclasses.replace(PLAIN, bad_words=((last, whole.token_ids[0]),))
-            without = dataclasses.replace(case, params=params)
-            assert run(autoregressive_engine, [without])[0] == whole
-        if tried == 3:
-            return
-    pytest.fail("every completion has its prompt's last token")
-
-
-# --- the edges of a text -----------------------------------------------------------------
-
-
-def test_a_stop_token_ends_the_sequence_and_is_kept(streaming_engine, full_forward):
-    whole = run(streaming_engine, [Case((3, 9, 4), PLAIN, 4)])[0]
-    stop = whole.token_ids[0]
-    case = Case((3, 9, 4), dataclasses.replace(PLAIN, stop_token_ids=(stop,)), 4)
-    result = run(streaming_engine, [case])[0]
-    assert (result.token_ids, result.finish_reason) == ([stop], "stop")
-    assert result.token_ids == reference(full_forward, TINY, case).token_ids
-
-
-@pytest.mark.parametrize("kind", ["streaming", "blockwise", "autoregressive"])
-def test_one_token_at_most(kind, request):
-    engine = request.getfixturevalue(f"{kind}_engine")
-    window = engine.settings.window
-    prompts = [(3,), (4, 5), (6, 7, 8), (9, 10)]
-    params = SamplingParams(mode="paper", max_tokens=1, entropy_threshold=9.0)
-    for result in run(engine, [Case(prompt, params, window) for prompt in prompts]):
-        assert len(result.token_ids) == 1
-        assert result.finish_reason == ("stop" if result.token_ids == [1] else "length")
-        # A window commits in the forward after the one that filled.
-        assert result.num_forwards == (2 if window else 1)
 
 
 def test_a_text_may_end_exactly_at_the_context_s_end(streaming_engine, full_forward):

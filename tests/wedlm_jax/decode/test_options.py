@@ -146,21 +146,15 @@ def test_a_sequence_gets_what_it_asks_for():
     for name, option in OPTIONS.items():
         if option.array and name != "entropy_threshold":
             assert getattr(options, name)[1] == getattr(RICH, name)
-    assert options.entropy_threshold is not None
     assert options.entropy_threshold[1] == -np.inf
     assert options.stop_ids[1].tolist() == [1, 5] + [-1] * (MOST_STOPS - 2)
-    assert options.bias_ids is not None
-    assert options.bias is not None
     assert options.bias_ids[1].tolist() == [7, 3] + [-1] * (MOST_BIASES - 2)
     assert options.bias[1].tolist() == [1.5, -2] + [0] * (MOST_BIASES - 2)
-    assert options.bad_words is not None
     words = np.full((MOST_BAD_WORDS, LONGEST_BAD_WORD), -1)
     words[0, :3], words[1, 0] = (3, 4, 5), 6
     np.testing.assert_array_equal(options.bad_words[1], words)
     assert options.window.tolist() == [0, WINDOW, 0]
-    assert options.lookup is not None
     assert options.lookup.tolist() == [0, LOOKUP, 0]
-    assert options.unpriced is not None
     assert options.unpriced.tolist() == [False, True, False]
     assert options.anchored.tolist() == [True, True, True]
 

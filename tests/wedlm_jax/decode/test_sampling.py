@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.examples.windows import (
     ALL_TRAITS,
     VOCAB,
-    WINDOW,
     Decoding,
     options_of,
     rows_of,
@@ -22,7 +21,9 @@ from tests.examples.windows import (
 )
 from tests.jaxpr_shapes import equations_in
 from tests.reference import sampling as reference
+from tests.reference.logit_options import logprobs
 from wedlm_jax.decode import sampling
+from wedlm_jax.decode.logprobs import as_list, token_logprobs
 from wedlm_jax.decode.options import idle_options
 from wedlm_jax.decode.sampling import (
     Limits,
@@ -48,12 +49,6 @@ def test_entropy_equals_numpy(seed, scale, removed):
     logits[:, :removed] = -np.inf
     expected = [reference.entropy(row) for row in logits]
     np.testing.assert_allclose(entropy(jnp.array(logits)), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_entropy_of_certainty_and_of_ignorance():
-    one_left = jnp.array([5.0, -jnp.inf, -jnp.inf])
-    assert float(entropy(one_left)) == 0
-    assert float(entropy(jnp.full(VOCAB, 2.5))) == pytest.approx(np.log(VOCAB), rel=1e-6)
 
 
 @given(seed=seeds, levels=st.integers(1, 9))
@@ -126,60 +121,39 @@ def test_truncation_of_a_whole_vocabulary_equals_numpy(top_k, top_p):
         assert set(np.flatnonzero(kept != expected)) <= set(near)
 
 
-def test_every_row_has_limits_of_its_own():
-    logits = np.tile(np.array([0.0, 1.0, 2.0, 3.0], np.float32), (4, 1))
-    kept = truncated(logits, [0, 1, 0, 0], [1, 1, 0.5, 1], [0, 0, 0, 0.3])
-    assert np.isfinite(kept).sum(axis=1).tolist() == [4, 1, 1, 2]
+LOGS = np.log([0.1, 0.4, 0.3, 0.2]).tolist()
+HALF = -np.log(2)
+INFINITE = float("inf")
 
 
-def kept(logits, top_k, top_p, min_p=0.0):
+@pytest.mark.parametrize(
+    ("logits", "top_k", "top_p", "min_p", "kept"),
+    [
+        # Top-k keeps exactly so many of equals, top-p the first of them.
+        ([1.0, 2.0, 2.0, 2.0], 2, 1.0, 0.0, [1, 2]),
+        ([0.0, -0.0, 0.0, -1.0], 2, 1.0, 0.0, [0, 1]),
+        ([2.0] * 4, 0, 0.51, 0.0, [0, 1, 2]),
+        ([2.0] * 4, 3, 0.7, 0.0, [0, 1, 2]),
+        # What stands before a token must not reach top-p.
+        ([2.0] * 4, 0, 0.5, 0.0, [0, 1]),
+        ([0.0, HALF, HALF], 0, 0.5, 0.0, [0]),
+        # Top-p is of what top-k left, top-k and top-p of what min-p left.
+        (LOGS, 3, 0.75, 0.0, [1, 2]),
+        (LOGS, 0, 0.75, 0.0, [1, 2, 3]),
+        (LOGS, 2, 1.0, 0.4, [1, 2]),
+        (LOGS, 0, 0.42, 0.4, [1]),
+        # The most likely always stays.
+        ([0.0, 3.0, 1.0], 0, 1e-6, 0.0, [1]),
+        ([0.0, 3.0, 1.0], 0, 1.0, 1.0, [1]),
+        ([-INFINITE, -1e30, -INFINITE], 0, 0.5, 0.5, [1]),
+        # Top-p of 1 keeps even what rounding hides.
+        ([0.0, -40.0, -80.0], 0, 1.0, 0.0, [0, 1, 2]),
+        ([0.0, -40.0, -80.0], 2, 1.0, 0.0, [0, 1]),
+    ],
+)
+def test_truncation_where_equals_and_rounding_decide(logits, top_k, top_p, min_p, kept):
     ours = truncated(np.array([logits], np.float32), [top_k], [top_p], [min_p])
-    return np.flatnonzero(np.isfinite(ours[0])).tolist()
-
-
-def test_top_k_keeps_exactly_so_many_of_equals():
-    assert kept([1.0, 2.0, 2.0, 2.0], 2, 1.0) == [1, 2]
-    assert kept([0.0, -0.0, 0.0, -1.0], 2, 1.0) == [0, 1]
-
-
-def test_top_p_keeps_the_first_of_equals():
-    assert kept([2.0] * 4, 0, 0.5) == [0, 1]
-    assert kept([2.0] * 4, 0, 0.51) == [0, 1, 2]
-    assert kept([2.0] * 4, 3, 0.7) == [0, 1, 2]
-
-
-def test_what_stands_before_a_token_must_not_reach_top_p():
-    half = -np.log(2)
-    assert kept([0.0, half, half], 0, 0.5) == [0]
-    assert kept([0.0, half, half], 0, 0.501) == [0, 1]
-
-
-def test_top_p_is_of_what_top_k_left():
-    # Of all, 1 and 2 hold 0.4 + 0.3 < 0.8; of the three that top-k leaves, 0.4 / 0.9 +
-    # 0.3 / 0.9 reach 0.7, so that 3 falls away at 0.75 and stays at 0.8.
-    logits = np.log([0.1, 0.4, 0.3, 0.2]).tolist()
-    assert kept(logits, 3, 0.75) == [1, 2]
-    assert kept(logits, 3, 0.8) == [1, 2, 3]
-    assert kept(logits, 0, 0.75) == [1, 2, 3]
-
-
-def test_top_k_is_of_what_min_p_left():
-    logits = np.log([0.1, 0.4, 0.3, 0.2]).tolist()
-    assert kept(logits, 0, 1.0, 0.4) == [1, 2, 3]
-    assert kept(logits, 2, 1.0, 0.4) == [1, 2]
-    # Of what is left 1 holds 0.4 / 0.9; of all it would hold less than 0.42.
-    assert kept(logits, 0, 0.42, 0.4) == [1]
-
-
-def test_the_most_likely_always_stays():
-    assert kept([0.0, 3.0, 1.0], 0, 1e-6) == [1]
-    assert kept([0.0, 3.0, 1.0], 0, 1.0, 1.0) == [1]
-    assert kept([-np.inf, -1e30, -np.inf], 0, 0.5, 0.5) == [1]
-
-
-def test_top_p_of_1_keeps_even_what_rounding_hides():
-    assert kept([0.0, -40.0, -80.0], 0, 1.0) == [0, 1, 2]
-    assert kept([0.0, -40.0, -80.0], 2, 1.0) == [0, 1]
+    assert np.flatnonzero(np.isfinite(ours[0])).tolist() == kept
 
 
 # --- random numbers --------------------------------------------------------------------------
@@ -205,7 +179,7 @@ some_limits = st.sampled_from([None, (0, 0.7, 0.0), (3, 1.0, 0.0), (5, 0.5, 0.1)
 
 
 @given(seed=seeds, limits=some_limits)
-def test_rows_one_by_one_and_at_once_draw_the_same(seed, limits):
+def test_rows_one_by_one_and_at_once_draw_as_jax_random(seed, limits):
     """Of which one platform runs the first, and others the second."""
     count = 6
     rng = np.random.default_rng(seed)
@@ -218,10 +192,11 @@ def test_rows_one_by_one_and_at_once_draw_the_same(seed, limits):
     at_once = jax.jit(sampling.sample_at_once)(logits, keys, drawn, of_rows)
     one_by_one = jax.jit(sampling.sample_one_by_one)(logits, keys, drawn, of_rows)
     np.testing.assert_array_equal(one_by_one, at_once)
-    if of_rows is None:
-        theirs = jax.vmap(jax.random.categorical)(keys, logits)
-        greedy = jnp.argmax(logits, axis=-1)
-        np.testing.assert_array_equal(at_once, jnp.where(drawn, theirs, greedy))
+    theirs = jax.vmap(jax.random.categorical)(
+        keys, logits if of_rows is None else cut(logits, *of_rows)
+    )
+    greedy = jnp.argmax(logits, axis=-1)
+    np.testing.assert_array_equal(at_once, jnp.where(drawn, theirs, greedy))
 
 
 # --- tokens ----------------------------------------------------------------------------------
@@ -253,79 +228,6 @@ def test_tokens_equal_the_reference(some, seed):
     assume(compared)
 
 
-def test_a_draft_is_drawn_with_the_numbers_that_verify_it():
-    params = SamplingParams(mode="verified", temperature=1.0, seed=5)
-    logits = np.tile(np.linspace(0, 1, VOCAB, dtype=np.float32), (LARGEST_ROWS, 1))
-    drafting = Decoding((3,), (4, 5), (5, None, None, None), params)
-    # The same places later, all drafted, one token further on and after more forwards.
-    checking = Decoding((3,), (4, 5, 6), (6, 7, 8, None), params, num_forwards=7)
-
-    def by_place(one):
-        ours, named = chosen([one], logits)
-        return {one.place(slot): int(ours[row]) for row, (_, slot, _) in enumerate(named)}
-
-    first, second = by_place(drafting), by_place(checking)
-    shared = first.keys() & second.keys()
-    assert len(shared) == 2
-    assert all(first[place] == second[place] for place in shared)
-
-
-COUNT = 64
-
-
-def draws(params, others, forward=1):
-    """int ``[COUNT]``, tokens of a sequence beside the others, from the same logits everywhere."""
-    some = [Decoding((3,), (), (None,) * (2 * WINDOW), p, forward) for p in (params, *others)]
-    logits = np.tile(np.linspace(0, 1, VOCAB, dtype=np.float32), (LARGEST_ROWS, 1))
-    return np.concatenate(
-        [
-            chosen([dataclasses.replace(one, num_forwards=forward + i) for one in some], logits)[0][
-                : 2 * WINDOW
-            ]
-            for i in range(0, 10 * COUNT // (2 * WINDOW), 10)
-        ]
-    )
-
-
-def hot(seed):
-    return SamplingParams(mode="paper", temperature=1.0, seed=seed)
-
-
-def test_a_seed_draws_the_same_beside_any_neighbours():
-    alone = draws(hot(1), [])
-    cold = dataclasses.replace(hot(3), temperature=0.0)
-    narrow = dataclasses.replace(hot(4), top_k=2)
-    for others in ([hot(2), cold, narrow], [cold], [hot(1)]):
-        np.testing.assert_array_equal(alone, draws(hot(1), others))
-    assert (draws(cold, [hot(1)]) == VOCAB - 1).all()
-
-
-def test_seeds_forwards_and_slots_draw_apart():
-    one = draws(hot(1), [])
-    # Twelve tokens agree by chance about one time in eleven; half of 64 never.
-    for other in (draws(hot(2), []), draws(hot(1), [], forward=2), np.roll(one, 1)):
-        assert (one == other).mean() < 0.5
-
-
-@pytest.mark.parametrize("limits", [None, (0, 0.8, 0.0)])
-def test_frequencies_are_those_of_the_softmax(limits):
-    count = 20_000
-    logits = np.linspace(0, 2, VOCAB, dtype=np.float32)
-    keys = jax.vmap(jax.random.key)(jnp.arange(count))
-    of_rows = None
-    expected = reference.softmax(logits)
-    if limits is not None:
-        of_rows = Limits(*(jnp.full(count, limit) for limit in limits))
-        expected = reference.softmax(reference.truncate(logits, *limits)[0])
-    everywhere = jnp.ones(count, bool)
-    tokens = jax.jit(sampling.sample)(
-        jnp.broadcast_to(logits, (count, VOCAB)), keys, everywhere, of_rows
-    )
-    found = np.bincount(np.asarray(tokens), minlength=VOCAB) / count
-    # Five standard deviations of a binomial share.
-    assert (np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / count)).all()
-
-
 # --- what a program has ----------------------------------------------------------------------
 
 
@@ -341,18 +243,43 @@ SOME = Decoding((3,), (), (None, None), SamplingParams(mode="paper"))
 NUMBERS = ("random_bits", "random_fold_in", "threefry2x32", "shift_left", "log", "exp", "div")
 
 
-def test_a_greedy_program_has_nothing_of_sampling():
-    greedy = dataclasses.replace(ALL_TRAITS, sampled=False, truncated=False)
-    found = primitives(greedy)
-    assert not found & {"sort", "top_k", "while", "cond", *NUMBERS}
-    # That these names are right: a program that draws has them.
-    assert {"random_fold_in", "shift_left", "log", "div"} <= primitives(ALL_TRAITS)
-
-
-def test_only_a_truncated_program_looks_for_limits():
+def test_no_program_sorts_and_none_has_more_than_it_needs():
+    everything = primitives(ALL_TRAITS)
+    assert {"random_fold_in", "shift_left", "log", "div", "exp"} <= everything
+    assert not everything & {"sort", "top_k", "argsort"}
     assert "exp" not in primitives(dataclasses.replace(ALL_TRAITS, truncated=False))
-    assert "exp" in primitives(ALL_TRAITS)
+    greedy = primitives(dataclasses.replace(ALL_TRAITS, sampled=False, truncated=False))
+    assert not greedy & {"sort", "top_k", "while", "cond", *NUMBERS}
 
 
-def test_no_program_sorts():
-    assert not primitives(ALL_TRAITS) & {"sort", "top_k", "argsort"}
+# --- log-probabilities -------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**16), k=st.integers(0, VOCAB))
+def test_log_probabilities_equal_numpy(seed, k):
+    rng = np.random.default_rng(seed)
+    logits = (3 * rng.normal(size=(5, VOCAB))).astype(np.float32)
+    logits[:, VOCAB - 1] = -np.inf
+    tokens = rng.integers(0, VOCAB - 1, 5)
+    ours = token_logprobs(jnp.array(logits), jnp.array(tokens), k)
+    for row in range(5):
+        chosen, best = logprobs(logits[row], int(tokens[row]), k)
+        assert float(ours.chosen[row]) == pytest.approx(chosen, abs=1e-5)
+        assert ours.top_ids[row].tolist() == [token for token, _ in best]
+        np.testing.assert_allclose(ours.top[row], [value for _, value in best], atol=1e-5)
+
+
+def test_where_there_are_fewer_tokens_the_rest_is_empty():
+    ours = token_logprobs(jnp.zeros((2, 3)), jnp.array([0, 2]), 5)
+    assert ours.top.shape == (2, 5) == ours.top_ids.shape
+    np.testing.assert_allclose(ours.top[0, :3], np.log(1 / 3), rtol=1e-6)
+    assert (ours.top[:, 3:] == -np.inf).all()
+
+
+def test_a_list_has_as_many_tokens_and_alternatives_as_asked_for():
+    values = token_logprobs(jnp.array([[[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]]]), jnp.array([[2, 2]]), 3)
+    listed = as_list(values, 0, 2, 1)
+    assert [[token for token, _ in one.top] for one in listed] == [[2], [0]]
+    assert listed[0].logprob == listed[0].top[0][1] > listed[1].logprob
+    assert as_list(values, 0, 1, 0)[0].top == []
+    assert len(as_list(values, 0, 1, 0)) == 1

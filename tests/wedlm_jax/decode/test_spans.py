@@ -16,9 +16,6 @@ from wedlm_jax.decode.spans import (
     attention_spans,
     flat_tokens,
     has_room,
-    inverse,
-    owner,
-    physical_place,
     plan_spans,
 )
 from wedlm_jax.decode.state import idle_state, num_slots
@@ -113,7 +110,6 @@ def runs(one):
 
 plan_compiled = jax.jit(plan_spans, static_argnames="sizes")
 flat_compiled = jax.jit(flat_tokens, static_argnums=(3, 4))
-owner_compiled = jax.jit(owner, static_argnums=1)
 attention_compiled = jax.jit(attention_spans, static_argnums=4)
 
 
@@ -190,49 +186,6 @@ def test_flat_tokens_are_the_spans_one_behind_the_other(some, chunk_tokens, size
             # What it attends to ends with this part's last token of it.
             seen = one.computed + end - first if length else 0
             assert int(own.kv_lengths[i]) == seen
-
-
-def test_the_drawing_of_the_module():
-    some = [
-        Sequence((1, 2, 3, 4), 0, 4, (None, None), arrival=2),
-        Sequence((1,), 1, 1, (5, 6, None, None), arrival=0),
-        Sequence((1, 9), 1, 1, (9,), arrival=1),
-        Sequence((8,) * 20, 0, 20, (None,) * 3, arrival=3),
-    ]
-    sizes = ForwardSizes((14,), (1,), 14)
-    # Seven window slots of the first three and three that are kept for the last leave seven.
-    state, allowance = state_of(some), allowance_of(some, 7)
-    plan = plan_compiled(state, allowance, sizes=dataclasses.replace(sizes, total=17))
-    flat = flat_compiled(plan, state, jnp.int32(0), 16, MASK)
-    assert plan.chunk.tolist()[:3] == [4, 0, 0]
-    assert plan.window.tolist() == [True, True, True, False]
-    drawn = [1, 2, 3, 4, MASK, MASK, 5, 6, MASK, MASK, 9]
-    assert flat.tokens.tolist()[:11] == drawn
-    assert flat.positions.tolist()[:11] == [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 1]
-
-
-@given(data=st.data())
-def test_physical_order_is_filled_then_masked_then_inactive(data):
-    slots = 6
-    filled = data.draw(st.lists(st.booleans(), min_size=slots, max_size=slots))
-    active = data.draw(st.integers(0, slots))
-    expected = [s for s in range(active) if filled[s]]
-    expected += [s for s in range(active) if not filled[s]]
-    expected += range(active, slots)
-    place = physical_place(jnp.array([filled]), jnp.array([active]))
-    assert np.asarray(inverse(place))[0].tolist() == expected
-    assert np.asarray(place)[0].tolist() == [expected.index(s) for s in range(slots)]
-
-
-@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=3), start=st.integers(0, 9))
-def test_whose_each_flat_place_is(lengths, start):
-    starts = jnp.array([0, *np.cumsum(lengths)], jnp.int32)
-    sequence, offset = owner_compiled(starts, 8, jnp.int32(start))
-    expected = [(i, j) for i, length in enumerate(lengths) for j in range(length)]
-    found = list(zip(sequence.tolist(), offset.tolist(), strict=True))
-    real = expected[start : start + 8]
-    assert found[: len(real)] == real
-    assert all(i == len(lengths) - 1 for i, _ in found[len(real) :])
 
 
 def test_a_window_has_room_for_as_many_filled_slots_as_masks():

@@ -50,7 +50,6 @@ def engines():
     model = Transformer(TINY, rngs=nnx.Rngs(7))
     unknown = np.array([token not in KNOWN for token in range(24)])
     head = model.head_matrix()
-    assert model.lm_head is not None
     model.lm_head[...] = head * np.where(unknown, 3.0, 1.0)[:, None]
     expected = [SamplingParams(mode=mode, temperature=1.0, logprobs=3, top_k=3) for mode in MODES]
     with_tokenizer = small_engine(model, expected, deterministic=True, known_tokens=KNOWN)
