@@ -25,7 +25,6 @@ VOCAB = 1790 + 70
 @pytest.fixture(scope="module")
 def codec():
     codec = TextCodec.load(EMBEDDED_MODEL)
-    assert codec is not None
     return codec
 
 
@@ -92,8 +91,7 @@ def test_behind_drafts_stands_what_stands_there_step_by_step(grammars, codec):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['{"a": 1, "b": "x"}', '{"a":1,"b":"x"}', json.dumps({"a": 1, "b": "x"}, indent=4)],
+    "text", ['{"a": 1, "b": "x"}', '{"a":1,"b":"x"}', json.dumps({"a": 1, "b": "x"}, indent=4)]
 )
 def test_json_may_be_written_as_it_usually_is(grammars, codec, text):
     matcher = grammars.matcher(SamplingParams(json_schema={"type": "object"}))

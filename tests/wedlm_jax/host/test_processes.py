@@ -1,4 +1,4 @@
-"""Which of how many processes this is. What they do together: `checkpoint/test_hf_mesh.py`, and
+"""Which of how many processes this is. What they do together: `checkpoint/test_model.py`, and
 `tests/train/test_distributed.py` with real ones."""
 
 import pytest

@@ -23,19 +23,12 @@ def plain():
 
 
 def said(console):
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [
-        (0, "0:00"),
-        (7.4, "0:07"),
-        (59.6, "1:00"),
-        (754, "12:34"),
-        (3723, "1:02:03"),
-    ],
+    [(0, "0:00"), (7.4, "0:07"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")],
 )
 def test_clock(seconds, shown):
     assert clock(seconds) == shown
@@ -90,30 +83,27 @@ def test_in_a_terminal_a_bar_with_its_title():
     assert "━" in shown
 
 
-def test_what_compiles_is_told_with_its_time(monkeypatch):
-    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
+@pytest.mark.parametrize(
+    ("work", "after", "lines"),
+    [
+        (
+            COMPILING,
+            0.0,
+            [
+                "compiling a program, 0 s so far",
+                "compiled a program in 0 s; kept for the next time in programs",
+            ],
+        ),
+        (COMPILING, 60.0, []),
+        (MEASURING, 0.0, ["measuring what forwards cost, 0 s so far"]),
+    ],
+)
+def test_what_takes_long_is_told_with_its_time(work, after, lines, monkeypatch):
+    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", after)
     console = plain()
-    with BusyNotice(Path("programs"), console)(COMPILING):
+    with BusyNotice(Path("programs"), console)(work):
         pass
-    first, last = said(console).splitlines()
-    assert first == "compiling a program, 0 s so far"
-    assert last == "compiled a program in 0 s; kept for the next time in programs"
-
-
-def test_what_compiles_soon_is_not_told(monkeypatch):
-    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 60.0)
-    console = plain()
-    with BusyNotice(None, console)(COMPILING):
-        pass
-    assert said(console) == ""
-
-
-def test_what_is_measured_is_told_without_a_last_line(monkeypatch):
-    monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
-    console = plain()
-    with BusyNotice(Path("programs"), console)(MEASURING):
-        pass
-    assert said(console) == "measuring what forwards cost, 0 s so far\n"
+    assert said(console).splitlines() == lines
 
 
 def test_what_takes_long_is_told_behind_the_count(monkeypatch):

@@ -3,10 +3,13 @@
 import errno
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from infer.evaluation_options import check
+from infer.prompt import check_trace
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
 from wedlm_jax.checkpoint.hf import HFCheckpoint
@@ -14,7 +17,7 @@ from wedlm_jax.checkpoint.info import describe as describe_checkpoint
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host import storage
-from wedlm_jax.host.atomic import part_folder, replacing, write_json
+from wedlm_jax.host.atomic import check_writable, part_folder, replacing, write_json
 from wedlm_jax.host.storage import (
     as_path,
     asked_again,
@@ -60,7 +63,7 @@ def test_a_folder_in_a_bucket_is_replaced_whole_or_counts_for_none(bucket, monke
     replace("1", "left over")
     assert names(folder) == {"config.json": "1", "a": "1", "z": "1", "left over": "1"}
     with pytest.raises(TypeError):
-        replace("2", None)  # type: ignore[arg-type]
+        replace("2", None)
     assert names(folder)["a"] == "1"
     # Killed while it is copied: the file that makes it count is not there, before or behind it.
     copied, files = [], storage._files()
@@ -198,3 +201,35 @@ def test_a_message_of_tensorstore_ends_where_its_description_of_the_array_begins
     error = ValueError("UNAVAILABLE: Error reading gs://b/4: Gone [tensorstore_spec='{...}']")
     assert told(error) == "UNAVAILABLE: Error reading gs://b/4: Gone"
     assert told(ConnectionResetError()) == "ConnectionResetError"
+
+
+# --- where a result cannot be written is said before the work ----------------------------
+
+
+def test_a_file_in_a_folder_that_takes_one_is_fine(tmp_path):
+    check_writable(tmp_path / "a.json")
+    (tmp_path / "b.json").touch()
+    check_writable(tmp_path / "b.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["b.json"], "nothing is left"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("", "is a folder; expected a file"), ("no/a", "no such folder to")]
+)
+def test_what_is_no_place_for_a_file_is_refused(tmp_path, name, sentence):
+    with pytest.raises(InputError, match=f"^--output {tmp_path / name}: {sentence}"):
+        check_writable(tmp_path / name, "--output")
+
+
+def test_a_folder_that_takes_no_file_is_refused_at_once(tmp_path, monkeypatch):
+    """A mount that is read only, or another user's folder: the tests' user may write anywhere."""
+
+    def refused(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    denied = r"a\.json: cannot be written \(Permission denied\)"
+    with pytest.raises(InputError, match=rf"--trace .*{denied}"):
+        check_trace(str(tmp_path / "a.json"), 1)
+    with pytest.raises(InputError, match=rf"--answers .*{denied}"):
+        check({"answers": str(tmp_path / "a.json")})

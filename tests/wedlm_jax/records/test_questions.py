@@ -8,14 +8,7 @@ import pytest
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
-from wedlm_jax.records.questions import (
-    MATCHES,
-    Question,
-    Tally,
-    last_number,
-    read_questions,
-    tally,
-)
+from wedlm_jax.records.questions import MATCHES, Question, Tally, last_number, read_questions, tally
 from wedlm_jax.text import TextCodec
 
 ANSWER = "2 + 3 = 5\nAnswer: 5"
@@ -95,7 +88,6 @@ def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat
     assert (conversation.messages, conversation.prompt) == (chat, "2 and 3?")
     assert conversation == same
     codec = TextCodec.load(EMBEDDED_MODEL)
-    assert codec is not None
     assert raw.encode(codec) == codec.encode("2 and 3?")
     assert asked.encode(codec) == codec.encode_chat([USER])
     assert conversation.encode(codec) == codec.encode_chat(chat) != asked.encode(codec)
