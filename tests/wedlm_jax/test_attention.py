@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.jaxpr_shapes import equations_in, shapes_in
-from tests.reference.masks import from_drawing
-from tests.wedlm_jax.test_masks import DUAL_STREAM, DUAL_STREAM_SEGMENTS
+from tests.reference.masks import dual_stream_matrix, placed_matrix
+from wedlm_jax.aot.topology import CHIPS
 from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash
 from wedlm_jax.attention import attend as attend_eagerly
 from wedlm_jax.attention.blockwise import attend_blockwise
-from wedlm_jax.attention.tile_grid import TileGrid
+from wedlm_jax.attention.tile_grid import TileGrid, tiles_that_meet
+from wedlm_jax.attention.tiles import TILES, UNKNOWN, grid_seconds, tile_side
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask, DualStreamMask
-
-Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 # One compilation instead of one an operation.
 attend = jax.jit(attend_eagerly, static_argnames="implementation")
@@ -37,11 +38,41 @@ def small_tiles_and_kernel_in_python():
         yield
 
 
-def random_qkv(length, batch=3, dtype="float32"):
-    keys = jax.random.split(jax.random.key(length), 3)
+def random_qkv(length, batch=3, dtype="float32", seed=0):
+    keys = jax.random.split(jax.random.key(seed), 3)
     q = jax.random.normal(keys[0], (batch, length, 6, 8))
     k, v = (jax.random.normal(key, (batch, 2, length, 8)) for key in keys[1:])
     return q.astype(dtype), k.astype(dtype), v.astype(dtype)
+
+
+def probed_qkv(length, batch=3, seed=0):
+    """And what the output is multiplied with before it is summed up."""
+    q, k, v = random_qkv(length, batch, seed=seed)
+    return q, k, v, jax.random.normal(jax.random.key(seed + 100), q.shape)
+
+
+def output_and_gradients(mask, qkv, implementation, tile=0):
+    *inputs, probe = qkv
+
+    @jax.jit
+    def run(mask, *inputs):
+        def scalar(*qkv):
+            out = attend_eagerly(*qkv, mask, implementation=implementation, tile=tile)
+            return (out * probe).sum(), out
+
+        return jax.grad(scalar, argnums=(0, 1, 2), has_aux=True)(*inputs)
+
+    gradients, out = run(mask, *inputs)
+    return [np.asarray(x) for x in (out, *gradients)]
+
+
+def assert_equal_to_dense(mask, qkv, implementation, tolerance=5e-6, tile=0):
+    expected = output_and_gradients(mask, qkv, "dense")
+    assert all(np.abs(x).max() > 0.1 for x in expected)
+    for own, dense in zip(
+        output_and_gradients(mask, qkv, implementation, tile), expected, strict=True
+    ):
+        np.testing.assert_allclose(own, dense, atol=tolerance)
 
 
 def reference(q, k, v, visible):
@@ -60,53 +91,14 @@ def reference(q, k, v, visible):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_each_query_weighs_exactly_the_keys_of_the_drawing(implementation):
-    drawn = from_drawing(DUAL_STREAM)
-    size = len(drawn)
-    keys = jax.random.split(jax.random.key(0), 2)
-    q = jax.random.normal(keys[0], (1, size, 4, size))
-    k = jax.random.normal(keys[1], (1, 2, size, size))
-    # Values that are unit vectors make the output the attention weights themselves.
-    v = jnp.broadcast_to(jnp.eye(size), (1, 2, size, size))
-    mask = DualStreamMask(jnp.array([DUAL_STREAM_SEGMENTS]), 2)
-    weights = np.asarray(attend(q, k, v, mask, implementation=implementation))[0]
-    for head in range(4):
-        np.testing.assert_array_equal(weights[:, head] > 0, drawn)
-        np.testing.assert_allclose(weights[:, head].sum(-1), drawn.any(-1), atol=1e-6)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_dual_stream_attention_equals_the_reference(implementation):
-    q, k, v = random_qkv(24)
-    expected = reference(*map(np.asarray, (q, k, v)), np.asarray(MASK.dense()))
-    out = attend(q, k, v, MASK, implementation=implementation)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("segments", [None, SEGMENTS])
-def test_causal_attention_equals_the_reference(segments, implementation):
-    q, k, v = random_qkv(12)
-    mask = CausalMask(segments)
-    expected = reference(*map(np.asarray, (q, k, v)), np.asarray(mask.dense(3, 12)))
+@pytest.mark.parametrize("mask", [MASK, CausalMask(None), CausalMask(SEGMENTS)])
+def test_attention_equals_the_reference(mask, implementation):
+    """What it sees is the mask's matrix; a padded row's output is zero."""
+    q, k, v = random_qkv(24 if mask is MASK else 12)
+    dense = mask.dense() if mask is MASK else mask.dense(3, 12)
+    expected = reference(*map(np.asarray, (q, k, v)), np.asarray(dense))
     out = attend(q, k, v, mask, implementation=implementation)
     np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
-@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "dense"])
-def test_gradients_equal_those_of_dense(implementation):
-    qkv = random_qkv(24)
-    probe = jax.random.normal(jax.random.key(9), qkv[0].shape)
-
-    def gradients(implementation):
-        def scalar(q, k, v):
-            return (attend(q, k, v, MASK, implementation=implementation) * probe).sum()
-
-        return jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))(*qkv)
-
-    for own, dense in zip(gradients(implementation), gradients("dense"), strict=True):
-        assert float(jnp.abs(dense).max()) > 0.1
-        np.testing.assert_allclose(own, dense, atol=5e-6)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -199,47 +191,6 @@ def test_the_kernel_refuses_block_sizes_that_its_pattern_does_not_hold_for(lengt
 
 
 @pytest.mark.full
-def test_long_rows_of_several_tiles_equal_dense_in_all_tiled_forms():
-    """Tiles of their full size, a length that is no multiple of them, ragged segments."""
-    length, block = 640, 32
-    lengths = [[200, 96, 300], [620, 0, 0]]
-    segments = np.zeros((2, length), np.int32)
-    for row, sizes in zip(segments, lengths, strict=True):
-        start = 0
-        for number, size in enumerate(sizes, 1):
-            row[start : start + size] = number if size else 0
-            start += -(-size // block) * block
-    mask = DualStreamMask(jnp.asarray(segments), block)
-    qkv = random_qkv(2 * length, batch=2)
-    probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
-
-    def run(implementation):
-        def scalar(q, k, v):
-            out = attend_eagerly(q, k, v, mask, implementation=implementation)
-            return (out * probe).sum(), out
-
-        gradients, out = jax.jit(jax.grad(scalar, argnums=(0, 1, 2), has_aux=True))(*qkv)
-        return [out, *gradients]
-
-    dense = run("dense")
-    for implementation in ("blockwise", "splash"):
-        for own, expected in zip(run(implementation), dense, strict=True):
-            np.testing.assert_allclose(own, expected, atol=3e-5)
-
-
-def visited_tiles(kernel):
-    """bool ``[query tile, key tile]`` of the forward pass."""
-    lists = kernel.fwd_mask_info
-    count = len(lists.data_next[0])
-    visited = np.zeros((count, count), bool)
-    for query, (flags, keys) in enumerate(
-        zip(lists.block_mask[0], lists.data_next[0], strict=True)
-    ):
-        visited[query, np.asarray(keys)[np.asarray(flags) > 0]] = True
-    return visited
-
-
-@pytest.mark.full
 def test_the_kernel_visits_tiles_of_a_samples_own_only():
     """Eight tiles a stream: samples of two and a half, of one and a half, and padding from the
     sixth on."""
@@ -260,26 +211,6 @@ def test_the_kernel_visits_tiles_of_a_samples_own_only():
     np.testing.assert_array_equal(backward, visited)
     # Without the samples: two triangles of 36, and the diagonal of the prediction stream.
     assert (int(visited.sum()), int((kernel.fwd_mask_info.block_mask > 0).sum())) == (29, 80)
-
-
-def test_rows_of_other_samples_have_their_own_tiles():
-    length, block, tile = 384, 32, 128
-    segments = np.ones((2, length), np.int32)
-    segments[0, 128:256], segments[0, 256:] = 2, 0
-    mask = DualStreamMask(jnp.asarray(segments), block)
-    qkv = random_qkv(2 * length, batch=2)
-    probe = jax.random.normal(jax.random.key(1), qkv[0].shape)
-
-    def run(implementation):
-        def scalar(*qkv):
-            out = attend_eagerly(*qkv, mask, implementation=implementation, tile=tile)
-            return (out * probe).sum(), out
-
-        gradients, out = jax.jit(jax.grad(scalar, argnums=(0, 1, 2), has_aux=True))(*qkv)
-        return [out, *gradients]
-
-    for own, expected in zip(run("splash"), run("dense"), strict=True):
-        np.testing.assert_allclose(own, expected, atol=3e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -303,13 +234,223 @@ def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation):
     np.testing.assert_allclose(np.asarray(exact_scores, np.float32), expected, atol=3 * 2**-8)
 
 
-def test_unknown_implementation_is_refused_by_name():
+def test_what_cannot_run_is_refused_by_name():
     with pytest.raises(ValueError, match=r"'flash'.*dense.*streams"):
         attend_eagerly(*random_qkv(24), MASK, implementation="flash")
-
-
-def test_a_kernel_is_refused_on_devices_that_it_is_not_for():
     check_runs_on("splash", "tpu")
     with pytest.raises(InputError, match="'splash' is for TPUs, not for 'gpu'"):
         check_runs_on("splash", "gpu")
     check_runs_on("blockwise", "gpu")
+
+
+def test_rows_of_other_samples_have_their_own_tiles():
+    segments = np.ones((2, 384), np.int32)
+    segments[0, 128:256], segments[0, 256:] = 2, 0
+    mask = DualStreamMask(jnp.asarray(segments), 32)
+    assert_equal_to_dense(mask, probed_qkv(2 * 384, batch=2), "splash", 3e-5, tile=128)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", ["blockwise", "splash"])
+@pytest.mark.parametrize("some_blocks", [False, True])
+def test_long_rows_of_several_tiles_equal_dense(implementation, some_blocks):
+    """Tiles of their full size, streams that are no multiple of them, ragged segments, and blocks
+    that leap."""
+    length, block = 640, 32
+    segments = np.zeros((2, length), np.int32)
+    segments[0, :200], segments[0, 224:320], segments[0, 320:620] = 1, 2, 3
+    segments[1, :630] = 1
+    mask, places = DualStreamMask(jnp.asarray(segments), block), length // block
+    if some_blocks:
+        blocks = [[2, 5, 6, 9, 13, 14, 15, 20, 20], [0, 8, 9, 10, 15, 16, 17, 18, 19]]
+        mask, places = DualStreamMask.of_blocks(mask.segment_ids, block, jnp.array(blocks)), 9
+    tile = 128 if implementation == "splash" and some_blocks else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "attend_blockwise", partial(attend_blockwise, tile=128))
+        qkv = probed_qkv(length + places * block, batch=2)
+        assert_equal_to_dense(mask, qkv, implementation, 3e-5, tile)
+
+
+def visited_tiles(kernel):
+    """bool ``[query tile, key tile]`` of the forward pass."""
+    lists = kernel.fwd_mask_info
+    count = len(lists.data_next[0])
+    visited = np.zeros((count, count), bool)
+    for query, (flags, keys) in enumerate(
+        zip(lists.block_mask[0], lists.data_next[0], strict=True)
+    ):
+        visited[query, np.asarray(keys)[np.asarray(flags) > 0]] = True
+    return visited
+
+
+# --- some blocks of the prediction stream ------------------------------------------------
+
+
+BLOCK, STREAM, PLACES = 4, 24, 4
+# Two samples with padding between; one long sample; a row without any prediction block.
+PACKED = np.array([[1] * 6 + [0] * 2 + [2] * 15 + [0], [1] * 24, [1] * 12 + [0] * 12], np.int32)
+BLOCKS = np.array([[1, 3, 5, 6], [0, 2, 4, 5], [6, 6, 6, 6]], np.int32)
+PLACED = DualStreamMask.of_blocks(jnp.asarray(PACKED), BLOCK, jnp.asarray(BLOCKS))
+
+
+def test_a_mask_of_some_blocks_is_the_reference():
+    for dense, segments, blocks in zip(np.asarray(PLACED.dense()), PACKED, BLOCKS, strict=True):
+        np.testing.assert_array_equal(dense, placed_matrix(segments, blocks, BLOCK))
+
+
+@given(
+    kept=st.lists(st.booleans(), min_size=6, max_size=6),
+    spare=st.integers(0, 2),
+    sizes=st.lists(st.integers(1, 9), max_size=3),
+)
+def test_a_mask_of_some_blocks_is_the_whole_one_without_what_is_left_out(kept, spare, sizes):
+    segments = []
+    for number, size in enumerate(sizes, 1):
+        room = -(-size // BLOCK) * BLOCK
+        if len(segments) + room <= STREAM:
+            segments += [number] * size + [0] * (room - size)
+    segments += [0] * (STREAM - len(segments))
+    chosen = np.flatnonzero(kept)
+    blocks = np.array([*chosen, *[STREAM // BLOCK] * spare], np.int32)
+    mask = DualStreamMask.of_blocks(jnp.array([segments]), BLOCK, jnp.asarray(blocks)[None])
+    places = [STREAM + block * BLOCK + i for block in chosen for i in range(BLOCK)]
+    rows = [*range(STREAM), *places]
+    dense = np.asarray(mask.dense())[0]
+    whole = dual_stream_matrix(segments, BLOCK)
+    np.testing.assert_array_equal(dense[: len(rows), : len(rows)], whole[np.ix_(rows, rows)])
+    assert not dense[len(rows) :].any()
+    assert not dense[:, len(rows) :].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_left_out_gives_and_takes_nothing(implementation):
+    """Rows that are there have the output and the gradients they have among all blocks."""
+    q, k, v, probe = probed_qkv(2 * STREAM)
+    picked = np.zeros((3, STREAM + PLACES * BLOCK), np.int32)
+    there = np.ones_like(picked, bool)
+    for row, blocks in enumerate(BLOCKS):
+        places = [STREAM + block * BLOCK + i for block in blocks for i in range(BLOCK)]
+        picked[row] = [*range(STREAM), *np.minimum(places, 2 * STREAM - 1)]
+        there[row, STREAM:] = np.repeat(blocks < STREAM // BLOCK, BLOCK)
+
+    def few(x, axis):
+        index = picked[:, None, :, None] if axis == 2 else picked[:, :, None, None]
+        return jnp.take_along_axis(x, jnp.asarray(index), axis=axis)
+
+    # Where only rows that stay are probed, the whole stream's gradients come from them alone.
+    probe = probe.at[:, STREAM:].set(0)
+    for row, blocks in enumerate(BLOCKS):
+        for block in blocks[blocks < STREAM // BLOCK]:
+            start = STREAM + block * BLOCK
+            values = jax.random.normal(jax.random.key(int(start)), (BLOCK, 6, 8))
+            probe = probe.at[row, start : start + BLOCK].set(values)
+    whole = DualStreamMask(jnp.asarray(PACKED), BLOCK)
+    expected = output_and_gradients(whole, (q, k, v, probe), "dense")
+    own_probe = few(probe, 1) * there[:, :, None, None]
+    own = output_and_gradients(PLACED, (few(q, 1), few(k, 2), few(v, 2), own_probe), implementation)
+    for ours, theirs, axis in zip(own, expected, (1, 1, 2, 2), strict=True):
+        mark = there[:, :, None, None] if axis == 1 else there[:, None, :, None]
+        theirs = np.asarray(few(jnp.asarray(theirs), axis))
+        np.testing.assert_allclose(ours * mark, theirs * mark, atol=5e-6)
+        assert not (ours * ~mark).any()
+
+
+@pytest.mark.full
+def test_tiles_that_no_query_sees_are_not_visited():
+    """Eight tiles of memory and three of predictions, which begin late."""
+    length, tile, block = 1024, 128, 32
+    segments = np.ones(length, np.int32)
+    segments[512:] = 2
+    # A tile of the first sample, one of the second, and one that has a block and then none.
+    blocks = np.array([[4, 5, 6, 9, 18, 19, 28, 29, 31, 32, 32, 32]], np.int32)
+    mask = DualStreamMask.of_blocks(jnp.asarray(segments)[None], block, jnp.asarray(blocks))
+    grid = TileGrid(length, 384, tile, block, unit=block)
+    limits, own = (
+        mask.memory_before(),
+        jnp.concatenate([mask.segment_ids, mask.prediction_segments()], 1),
+    )
+    met = np.asarray(tiles_that_meet(grid, own, limits))[0]
+    listed = np.zeros_like(met)
+    listed[tuple(grid.visible().T)] = True
+    seen = np.asarray(mask.dense())[0].reshape(11, tile, 11, tile).any((1, 3))
+    np.testing.assert_array_equal(met & listed, seen)
+    kernel = splash._of_row(splash._kernel(grid, 1, interpret=True), grid, own[0], limits[0])
+    np.testing.assert_array_equal(visited_tiles(kernel), seen)
+    np.testing.assert_array_equal(kernel.dkv_mask_info.block_mask[0] > 0, seen)
+    # A triangle a sample; what stands before the predictions in their own samples; the diagonal.
+    assert int(seen.sum()) == (10 + 10) + (3 + 4 + 4) + 3
+
+
+@pytest.mark.parametrize(("length", "places", "block"), [(16, 2, 4), (64, 3, 16), (8, 5, 1)])
+def test_the_kernels_pattern_of_some_blocks_is_the_mask(length, places, block):
+    """Also of blocks at any places, and one behind the last."""
+    random = np.random.default_rng(length)
+    count = length // block
+    blocks = np.sort(random.choice(count, places - 1, replace=False))
+    blocks = np.array([[*blocks, count]], np.int32)
+    mask = DualStreamMask.of_blocks(jnp.ones((1, length), jnp.int32), block, jnp.asarray(blocks))
+    pattern = splash.DualStreamPattern(TileGrid(length, places * block, block, block, unit=block))
+    numbers = pattern.numbers(mask.memory_before()[0])
+    seen = pattern.mask_function(numbers[:, None], jnp.arange(len(numbers))[None])
+    there = length + (places - 1) * block
+    np.testing.assert_array_equal(seen[:there, :there], mask.dense()[0][:there, :there])
+    # Padding is told apart by its segment: here it sees no more than itself.
+    assert not np.asarray(seen)[there:, :there].any()
+
+
+def test_rows_that_are_too_long_for_the_kernels_numbers_are_refused():
+    splash.DualStreamPattern(TileGrid(131_072, 65_536, 128, 32, unit=32))
+    with pytest.raises(InputError, match=r"rows of 262,144 tokens.*prediction_blocks = 8192"):
+        splash.DualStreamPattern(TileGrid(262_144, 131_072, 128, 32, unit=32))
+
+
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_any_blocks_equal_dense_in_blockwise(data):
+    kept = data.draw(st.lists(st.sets(st.integers(0, 5), max_size=PLACES), min_size=3, max_size=3))
+    blocks = [[*sorted(one), *[6] * (PLACES - len(one))] for one in kept]
+    mask = DualStreamMask.of_blocks(jnp.asarray(PACKED), BLOCK, jnp.array(blocks, jnp.int32))
+    qkv = probed_qkv(STREAM + PLACES * BLOCK, seed=data.draw(st.integers(0, 9)))
+    expected = output_and_gradients(mask, qkv, "streams")
+    for ours, theirs in zip(output_and_gradients(mask, qkv, "blockwise"), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-6)
+
+
+BEFORE = jnp.array([[1, 3, 10, 0], [5, 6, 7, 23], [2, 11, 0, 0]], jnp.int32)
+OWN = jnp.array([[1, 1, 2, 0], [1, 1, 1, 1], [1, 1, 0, 0]], jnp.int32)
+WINDOWS = DualStreamMask(jnp.asarray(PACKED), BLOCK, BEFORE, jnp.repeat(OWN, BLOCK, axis=1))
+"""As a drafter's, which stand behind tokens, not behind whole blocks."""
+
+
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "dense"])
+@pytest.mark.parametrize("mask", [MASK, PLACED, WINDOWS], ids=["whole", "blocks", "windows"])
+def test_output_and_gradients_equal_those_of_dense(mask, implementation):
+    length = 24 if mask is MASK else STREAM + PLACES * BLOCK
+    assert_equal_to_dense(mask, probed_qkv(length), implementation)
+
+
+# --- the side of the kernel's tiles ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("length", "given", "kind", "side"),
+    [
+        (4096, 0, "TPU v5", TILES["TPU v5"]),
+        (4096, 0, "TPU of tomorrow", UNKNOWN),
+        (4096, 256, "TPU v5", 256),
+        (200, 0, "TPU v5", 256),
+        (200, 0, None, 256),
+        (8192, 0, None, UNKNOWN),
+    ],
+)
+def test_the_side_is_the_recipes_or_the_chips(length, given, kind, side):
+    assert tile_side(length, given, kind) == side
+
+
+@pytest.mark.parametrize(
+    ("kind", "chip"), [("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v6 lite", "v6e")]
+)
+def test_the_chips_side_takes_the_least_time(kind, chip):
+    sides = (256, 512, 1024)
+    times = {side: grid_seconds(4096, side, CHIPS[chip].peak_flops) for side in sides}
+    assert min(times, key=times.__getitem__) == TILES[kind]

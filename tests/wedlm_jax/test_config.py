@@ -250,6 +250,11 @@ REFUSED = [
     ({"hidden_size": 0, "head_dim": 4}, "hidden_size"),
     ({"num_hidden_layers": True}, "num_hidden_layers"),
     ({"vocab_size": "24"}, "vocab_size"),
+    ({"num_attention_heads": "4"}, "num_attention_heads"),
+    ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"mask_token_id": "5"}, "mask_token_id"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"rope_theta": "large"}, "rope_theta"),
     ({"mask_token_id": 24}, "mask_token_id 24"),
     ({"pad_token_id": -1}, "pad_token_id -1"),
 ]
@@ -323,21 +328,6 @@ def test_the_length_before_an_extension_is_read_beside_the_scaling_too(raw):
     assert outside == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_attention_heads", "4"),
-        ("num_attention_heads", 0),
-        ("mask_token_id", "5"),
-        ("rms_norm_eps", "small"),
-        ("rope_theta", "large"),
-    ],
-)
-def test_a_value_of_the_wrong_kind_is_named(name, value):
-    with pytest.raises(InputError, match=name):
-        config_from_hf({**SMALL, name: value})
-
-
 @pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers"])
 def test_a_missing_field_is_named(name):
     with pytest.raises(InputError, match=f"'{name}' is missing"):
@@ -357,12 +347,9 @@ def test_an_unreadable_file_is_named(tmp_path, content, said):
     assert "\n" not in str(error.value)
 
 
-def test_a_config_is_hashable_whatever_the_scaling_holds():
+def test_a_config_is_hashable_whatever_the_scaling_holds_and_cannot_be_changed():
     scaling = {"rope_type": "yarn", "factor": 4.0, "extra": [1, 2]}
     config = config_from_hf({**SMALL, "max_position_embeddings": 64, "rope_scaling": scaling})
     assert hash(config) == hash(dataclasses.replace(config))
-
-
-def test_a_config_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config_from_hf(SMALL).vocab_size = 3
+        config.vocab_size = 3

@@ -106,15 +106,6 @@ def test_some_blocks_mask_their_last_trainable_tokens():
     assert abs(share - expected) < 5 * (expected * (1 - expected) / (count == 3).sum()) ** 0.5
 
 
-def test_a_share_is_taken_of_the_trainable_tokens_not_of_the_block():
-    """Each token of a block with three trainable ones is masked as often as in a full one."""
-    trainable = np.tile([[False] * 5 + [True] * 3 + [True] * 8], (4000, 1))
-    masked, _ = drawn(2, trainable, block_size=8)
-    short, full = masked[:, 0, 5:].mean(), masked[:, 1].mean()
-    assert abs(short - 0.5) < 5 * 0.32 / 4000**0.5
-    assert abs(full - 0.5) < 5 * 0.30 / 4000**0.5
-
-
 @given(masked=flags, padding=flags)
 def test_blocks_are_reordered_observed_then_masked_then_padding(masked, padding):
     order = reorder(jnp.array([masked]), jnp.array([padding]), block_size=BLOCK)
@@ -156,18 +147,6 @@ HAND_DRAWN = PackedRows(
     segment_ids=jnp.array([[1, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 0]]),
     trainable=jnp.array([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]], bool),
 )
-
-
-def test_the_streams_of_a_hand_drawn_row():
-    masked = jnp.array([[0, 0, 1, 0, 1, 0, 0, 0, 1, 1, 0, 0]], bool)
-    batch, _ = lay_out(HAND_DRAWN, masked, jnp.full((1, 12), 0.5))
-    m = MASK_TOKEN
-    memory, prediction = batch.token_ids[0, :12].tolist(), batch.token_ids[0, 12:].tolist()
-    assert memory == HAND_DRAWN.tokens[0].tolist()
-    assert prediction == [11, 12, 14, m, 16, m, 0, 0, 23, m, m, 0]
-    assert batch.positions[0, 12:].tolist() == [0, 1, 3, 2, 5, 4, 0, 0, 2, 0, 1, 0]
-    assert batch.targets[0].tolist() == [11, 12, 14, 13, 16, 15, 0, 0, 23, 21, 22, 0]
-    assert np.nonzero(batch.masked[0])[0].tolist() == [3, 5, 9, 10]
 
 
 def test_padding_is_never_masked():

@@ -11,12 +11,7 @@ from flax import nnx
 from tests.examples.training import tiny_transformer
 from wedlm_jax.attention import attend
 from wedlm_jax.corruption import PackedRows
-from wedlm_jax.drafter import (
-    drafter_denominators,
-    drafter_loss,
-    draw_anchors,
-    window_batch,
-)
+from wedlm_jax.drafter import drafter_denominators, drafter_loss, draw_anchors, window_batch
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model.distillation import DISTANCES, distances
@@ -254,13 +249,3 @@ def test_distances_and_their_gradients_do_not_depend_on_the_chunk(distance, chun
     np.testing.assert_allclose(gradients[0], jax.grad(dense)(student), atol=1e-5)
     assert not np.asarray(gradients[1]).any()
     assert not np.asarray(gradients[2]).any()
-
-
-def test_of_a_model_itself_the_overlap_is_whole():
-    states = jax.random.normal(jax.random.key(0), (1, 4, 8))
-    head = jax.random.normal(jax.random.key(1), (31, 8))
-    zeros = jnp.zeros((1, 4), jnp.int32)
-    found = distances(states, states, head, zeros, zeros == 0, distance="tv", chunk=4)
-    np.testing.assert_allclose(found.loss, 0, atol=1e-6)
-    np.testing.assert_allclose(found.overlap, 1, atol=1e-6)
-    assert found.hit.all()

@@ -1,6 +1,8 @@
 """Events of a sequence add up to its completion, in whatever pieces they come."""
 
+import copy
 import dataclasses
+import pickle
 import random
 
 import pytest
@@ -9,10 +11,11 @@ from hypothesis import strategies as st
 
 from tests.wedlm_jax.test_text import TEXTS, byte_tokenizer, write_tokenizer
 from wedlm_jax.completion import Completion
+from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.generation import Handle, complete
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.text import SETTLED_BEHIND, GrowingText, TextCodec
+from wedlm_jax.text import SETTLED_BEHIND, GrowingText, StopStrings, TextCodec
 
 REQUEST = Request(0, (), SamplingParams())
 
@@ -34,7 +37,6 @@ class Loop:
 def codec(tmp_path_factory):
     tokenizer = byte_tokenizer([("a", "b"), ("b", "c"), ("ab", "ab")])
     codec = TextCodec.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), tokenizer))
-    assert codec is not None
     return codec
 
 
@@ -105,6 +107,12 @@ def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended):
     params = SamplingParams(stop=tuple(stop), min_tokens=early, max_tokens=10_000)
     result = result_of(ids + end, "stop" if ended else "length")
     whole = complete(codec, result, params)
+    if not stop:
+        assert (whole.text, whole.token_ids) == (codec.complete_text(ids), ids + end)
+    elif early == 0:
+        unstopped = len(ids + end), codec.complete_text(ids)
+        count, text = StopStrings(codec, stop).find(ids) or unstopped
+        assert (whole.text, len(whole.token_ids)) == (text, count)
     loop = Loop()
     handle, pieces = Handle(loop, codec, (), params, None), []
     parts = deltas(result, cuts)
@@ -132,11 +140,66 @@ def test_without_a_tokenizer_there_are_tokens_alone():
     handle = Handle(Loop(), None, (), SamplingParams(), None)
     handle.take(deltas(result, [2])[0])
     piece = handle.piece()
-    assert piece is not None
     assert (piece.text, piece.token_ids) == ("", [3, 4])
     assert handle.piece() is None
     handle.take(Finished(REQUEST, result))
     assert handle.completion == dataclasses.replace(handle.completion, text=None)
     piece = handle.piece()
-    assert piece is not None
     assert (piece.token_ids, piece.completion.finish_reason) == ([5], "length")
+
+
+# --- a completion cut at one of its tokens -----------------------------------------------
+
+
+def test_a_cut_completion_is_what_it_was_at_that_token():
+    logprobs = [TokenLogprob(-float(i), [(i, -float(i))]) for i in range(4)]
+    whole = Completion(
+        None,
+        [5, 6, 7, 8],
+        "length",
+        3,
+        24,
+        logprobs,
+        num_cached_tokens=2,
+        forwards_at=[1, 1, 2, 3],
+        instances_at=[8, 8, 16, 24],
+    )
+    assert whole.cut(3) == Completion(
+        None,
+        [5, 6, 7],
+        "stop",
+        2,
+        16,
+        logprobs[:3],
+        num_cached_tokens=2,
+        forwards_at=[1, 1, 2],
+        instances_at=[8, 8, 16],
+    )
+    assert whole.cut(1).num_forwards == 1
+    assert len(whole.token_ids) == 4
+
+
+def test_a_cut_completion_without_logprobs_has_none():
+    whole = Completion(None, [5, 6], "length", 1, 8, forwards_at=[1, 1], instances_at=[8, 8])
+    assert whole.cut(1).logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("outputs", r"what vLLM has in outputs\[0\] is its own here \(\.text, "),
+        ("prompt_token_ids", "prompts are not kept"),
+        ("cumulative_logprob", "it is sum"),
+        ("tokens", "did you mean 'token_ids'"),
+        ("output_text", "did you mean 'text'"),
+    ],
+)
+def test_an_attribute_of_other_engines_is_told_by_ours(name, hint):
+    with pytest.raises(AttributeError, match=f"^a Completion has no '{name}'; {hint}"):
+        getattr(Completion("a", [5], "stop", 1, 1), name)
+
+
+def test_a_completion_is_copied_and_sent_to_other_processes():
+    one = Completion("a", [5], "stop", 1, 1)
+    assert copy.deepcopy(one) == pickle.loads(pickle.dumps(one)) == one
+    assert not hasattr(one, "__len__")

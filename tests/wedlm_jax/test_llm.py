@@ -9,7 +9,6 @@ import pytest
 from tests.examples.decode import EVERYTHING
 from tests.examples.tiny_checkpoint import TEXTS, write_tiny_checkpoint
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.errors import InputError
 from wedlm_jax.generation import WAITING
 from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
@@ -68,65 +67,38 @@ def test_one_prompt_and_no_prompt(llm, whole):
 
 
 def test_token_ids_in_any_container_are_the_text(llm, whole):
-    assert llm.codec is not None
     ids = llm.codec.encode(PROMPTS[1])
     for prompt in (ids, tuple(ids), np.array(ids), [ids], [np.array(ids, np.int32)]):
-        assert llm.generate(prompt, GREEDY) == [whole[1]]  # type: ignore[arg-type]
+        assert llm.generate(prompt, GREEDY) == [whole[1]]
 
 
 def test_each_row_has_its_own_parameters(llm, whole):
-    end = whole[2].token_ids[6]
-    params = [
-        GREEDY,
-        dataclasses.replace(GREEDY, max_tokens=3),
-        dataclasses.replace(GREEDY, stop_token_ids=(end,)),
-        dataclasses.replace(GREEDY, entropy_threshold=None),
-    ]
-    mixed = llm.generate(PROMPTS[:4], params)
-    assert mixed == [
-        llm.generate(prompt, p)[0] for prompt, p in zip(PROMPTS[:4], params, strict=True)
-    ]
-    assert mixed[0] == whole[0]
-    assert len(mixed[1].token_ids) == 3
-    assert mixed[1].finish_reason == "length"
-    first_end = mixed[2].token_ids.index(end)
-    assert len(mixed[2].token_ids) == first_end + 1
-    assert mixed[2].finish_reason == "stop"
-    assert mixed[3].tokens_per_forward <= 1
-
-
-def test_one_token(llm, whole):
-    one = llm.generate(PROMPTS, dataclasses.replace(GREEDY, max_tokens=1))
-    assert [len(ids) for ids in tokens(one)] == [1] * len(PROMPTS)
-    for result in one:
-        assert result.finish_reason in ("length", "stop")
-        assert result.num_forwards >= 1
-
-
-def test_stop_string_ends_the_text_before_it(llm, whole):
-    text = whole[0].text
-    assert text
+    end, text = whole[2].token_ids[6], whole[0].text
     stop = text[len(text) // 2 :][:3]
-    (cut,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, stop=stop))
-    assert cut.text == text[: text.index(stop)]
-    assert cut.finish_reason == "stop"
-    assert cut.token_ids == whole[0].token_ids[: len(cut.token_ids)]
-    assert len(cut.token_ids) < len(whole[0].token_ids)
-    assert cut.num_forwards < whole[0].num_forwards
-
-
-def test_stop_string_of_one_row_leaves_its_batch_alone(llm, whole):
-    assert whole[0].text
-    stop = whole[0].text[3:5]
-    params = [dataclasses.replace(GREEDY, stop=stop), GREEDY, GREEDY, GREEDY]
-    cut, *others = llm.generate(PROMPTS[:4], params)
-    assert cut.finish_reason == "stop"
-    assert others == whole[1:4]
+    changes = [
+        {"stop": stop},
+        {"max_tokens": 3},
+        {"stop_token_ids": (end,)},
+        {"entropy_threshold": None},
+        {},
+    ]
+    params = [dataclasses.replace(GREEDY, **change) for change in changes]
+    by_text, short, by_token, slow, plain = mixed = llm.generate(PROMPTS[:5], params)
+    assert mixed == [
+        llm.generate(prompt, p)[0] for prompt, p in zip(PROMPTS[:5], params, strict=True)
+    ]
+    assert (by_text.text, by_text.finish_reason) == (text[: text.index(stop)], "stop")
+    assert by_text.token_ids == whole[0].token_ids[: len(by_text.token_ids)]
+    assert by_text.num_forwards < whole[0].num_forwards
+    assert (len(short.token_ids), short.finish_reason) == (3, "length")
+    assert len(by_token.token_ids) == by_token.token_ids.index(end) + 1
+    assert by_token.finish_reason == "stop"
+    assert slow.tokens_per_forward <= 1
+    assert plain == whole[4]
 
 
 def test_chat_is_the_template_then_generate(llm):
     conversation = [{"role": "user", "content": "the cat"}]
-    assert llm.codec is not None
     ids = llm.codec.encode("<|im_start|>user\nthe cat<|im_end|>\n<|im_start|>assistant\n")
     assert llm.chat_prompt(conversation) == ids
     expected = cold(llm.generate([ids], GREEDY))
@@ -164,22 +136,6 @@ def test_batch_size_changes_nothing(llm, params):
     assert llm.generate(PROMPTS, each) == alone
 
 
-def test_autoregressive_decoding_takes_a_forward_a_token(folder):
-    llm = LLM(folder, window_size=0, **SMALL)
-    results = llm.generate(PROMPTS, GREEDY)
-    assert cold(llm.generate(PROMPTS[3], GREEDY)) == [results[3]]
-    for result in results:
-        assert result.num_forwards == result.num_token_instances == len(result.token_ids)
-
-
-def test_seed_names_the_sample(llm, whole):
-    prompts = [PROMPTS[0]] * 4
-    seeds = [dataclasses.replace(SAMPLED, seed=seed) for seed in (5, 6, 5, 2**32 - 1)]
-    a, b, again, large = llm.generate(prompts, seeds)
-    assert a == again
-    assert len({tuple(c.token_ids) for c in (a, b, large, whole[0])}) == 4
-
-
 # --- samples and options -----------------------------------------------------------------
 
 
@@ -191,7 +147,7 @@ def test_without_a_seed_every_call_says_something_else(llm):
 
 def test_what_it_is_shows(llm):
     assert repr(llm).startswith(f"LLM('{llm.folder}', ")
-    assert llm.tokenizer("the cat")["input_ids"] == llm.codec.encode("the cat")  # type: ignore[union-attr]
+    assert llm.tokenizer("the cat")["input_ids"] == llm.codec.encode("the cat")
 
 
 def test_samples_are_what_their_seeds_give_alone(llm):
@@ -208,29 +164,11 @@ def test_samples_are_what_their_seeds_give_alone(llm):
     assert (seen[-1].finished, seen[-1].total, seen[-1].tokens) == (2, 2, tokens)
 
 
-def test_log_probabilities_change_no_token(llm, whole):
-    params = [dataclasses.replace(GREEDY, logprobs=k) for k in (0, 3)] + [GREEDY]
-    none, three, plain = llm.generate(PROMPTS[:3], params)
-    assert plain == whole[2]
-    assert none.logprobs is not None
-    assert three.logprobs is not None
-    for completion, expected in ((none, whole[0]), (three, whole[1])):
-        assert dataclasses.replace(completion, logprobs=None) == expected
-        assert len(completion.logprobs or []) == len(completion.token_ids)
-    assert all(not one.top for one in none.logprobs)
-    for token, one in zip(three.token_ids, three.logprobs, strict=True):
-        # Greedy: a mask is filled with its most probable token.
-        assert one.top[0] == (token, one.logprob)
-        assert [p for _, p in one.top] == sorted((p for _, p in one.top), reverse=True)
-        assert sum(math.exp(p) for _, p in one.top) <= 1 + 1e-5
-
-
 def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm):
     params = SamplingParams(mode="ar", temperature=1.0, max_tokens=20, logprobs=3, seed=5)
     decoded = llm.generate(PROMPTS, params)
     scored = llm.score(PROMPTS, [c.token_ids for c in decoded], top=3)
     for completion, places in zip(decoded, scored, strict=True):
-        assert completion.logprobs is not None
         assert len(places) == len(completion.token_ids)
         for one, other in zip(completion.logprobs, places, strict=True):
             assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
@@ -239,18 +177,7 @@ def test_scores_are_the_log_probabilities_of_autoregressive_decoding(llm):
     assert llm.score(["one"], [[]]) == [[]]
 
 
-def test_log_probabilities_are_cut_with_the_text(llm, whole):
-    assert whole[0].text
-    stop = whole[0].text[3:5]
-    (cut,) = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, stop=stop, logprobs=1))
-    assert cut.logprobs is not None
-    assert len(cut.logprobs) == len(cut.token_ids) < len(whole[0].token_ids)
-    chunks = list(llm.stream(PROMPTS[0], dataclasses.replace(GREEDY, stop=stop, logprobs=1)))
-    assert chunks[-1].completion == cut
-
-
 def test_bad_words_as_texts(llm, whole):
-    assert llm.codec is not None
     texts = {(token,): llm.codec.decode([token]) for token in whole[0].token_ids}
     # A token of the completion that is its text's own spelling.
     word = next(
@@ -263,25 +190,6 @@ def test_bad_words_as_texts(llm, whole):
     for spelling in ids.bad_words:
         places = range(len(found.token_ids))
         assert all(tuple(found.token_ids[i : i + len(spelling)]) != spelling for i in places)
-
-
-def test_nothing_stops_before_min_tokens(llm, whole):
-    first, text = whole[0], whole[0].text
-    assert text
-    end, stop = first.token_ids[2], text[1:2]
-    early = dataclasses.replace(GREEDY, stop_token_ids=(end,))
-    assert len(llm.generate(PROMPTS[0], early)[0].token_ids) <= 3
-    (late,) = llm.generate(PROMPTS[0], dataclasses.replace(early, min_tokens=10))
-    assert len(late.token_ids) >= 10
-    assert end not in late.token_ids[:10]
-    by_text = dataclasses.replace(GREEDY, stop=stop, ignore_eos=True)
-    assert len(llm.generate(PROMPTS[0], by_text)[0].token_ids) < 10
-    params = dataclasses.replace(by_text, min_tokens=10)
-    (late,) = llm.generate(PROMPTS[0], params)
-    assert len(late.token_ids) > 10
-    assert stop in (late.text or "")
-    chunks = list(llm.stream(PROMPTS[0], params))
-    assert "".join(chunk.text for chunk in chunks) == late.text
 
 
 # --- programs and devices ----------------------------------------------------------------
@@ -303,20 +211,6 @@ def test_replicas_on_several_devices_give_the_same(folder, whole):
     llm = LLM(folder, window_size=4, mesh={"data": 2}, **SMALL)
     assert llm.engine.settings.sequences == 8
     assert llm.generate(PROMPTS, GREEDY) == whole
-
-
-def test_what_is_left_of_a_stream_disturbs_nobody(llm, whole):
-    left = llm.stream(PROMPTS[1], GREEDY)
-    other = llm.stream(PROMPTS[2], GREEDY)
-    next(left)
-    first = next(other)
-    assert llm.generate(PROMPTS, GREEDY) == whole
-    left.close()  # type: ignore[attr-defined]
-    chunks = [first, *other]
-    assert chunks[-1].completion == whole[2]
-    assert [t for chunk in chunks for t in chunk.token_ids] == whole[2].token_ids
-    llm._loop.close()
-    assert not llm.engine.has_work
 
 
 def test_prompts_are_read_only_some_way_ahead(llm):
@@ -362,14 +256,13 @@ def test_only_what_the_tokenizer_knows_is_chosen(tmp_path):
     assert max(chosen()) >= 270
     save_tokenizer(train_tokenizer(TEXTS, 270), folder)
     known = TextCodec.load(folder)
-    assert known is not None
     assert chosen() <= known.token_ids <= set(range(270))
 
 
 # --- streaming ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("number", [0, 3])
 @pytest.mark.parametrize(
     "params", [GREEDY, SAMPLED, VERIFIED], ids=["greedy", "sampled", "verified"]
 )
@@ -393,17 +286,8 @@ def test_stream_adds_up_to_generate(llm, number, params, with_stop, monkeypatch)
 # --- limits ----------------------------------------------------------------------------
 
 
-def test_the_whole_context_can_be_used_and_no_more(folder):
-    llm = LLM(folder, window_size=0, max_model_len=24, max_batch_size=1, deterministic=True)
-    (full,) = llm.generate([[7] * 4], dataclasses.replace(GREEDY, max_tokens=20))
-    assert 1 <= len(full.token_ids) <= 20
-    with pytest.raises(InputError, match="exceed max_model_len 24"):
-        llm.generate([[7] * 5], dataclasses.replace(GREEDY, max_tokens=20))
-
-
 def test_token_ids_need_no_tokenizer(tmp_path, llm, whole):
     bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4, **SMALL)
-    assert llm.codec is not None
     ids = llm.codec.encode(PROMPTS[0])
     assert bare.generate([ids], GREEDY) == [dataclasses.replace(whole[0], text=None)]
     assert list(bare.stream(ids, GREEDY))[-1].completion.token_ids == whole[0].token_ids

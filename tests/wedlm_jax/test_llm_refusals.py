@@ -96,6 +96,8 @@ def test_refused_conversations(llm, conversations, message):
         ({"window_size": -1}, "window_size: expected an integer"),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len: expected 1 to {CONTEXT}"),
         ({"refill": "never"}, "refill: expected one of"),
+        ({"quantization": "int3"}, "quantization: expected one of int8, None, not 'int3'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of int8, None, not 'fp8'"),
     ],
 )
 def test_refused_settings(folder, arguments, message):
@@ -214,18 +216,3 @@ def test_an_argument_of_other_engines_is_told_by_ours(call, given, hint):
     with pytest.raises(TypeError) as refused:
         call(*before, **{given: 1})
     assert str(refused.value) == f"{who}: unknown argument {given!r}; {hint}"
-
-
-def test_a_file_is_no_model_and_one_of_llama_cpp_is_named(tmp_path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises(
-        InputError, match=r"model.gguf: is a GGUF file; `wedlm convert .*/model.gguf DIR` makes"
-    ):
-        LLM(path)
-    with pytest.raises(InputError, match=r"model\.gguf: is a GGUF file; `wedlm convert"):
-        LLM(tmp_path)
-    path = tmp_path / "model.bin"
-    path.write_bytes(b"PK")
-    with pytest.raises(InputError, match=r"model.bin: is a file; a model is a folder"):
-        LLM(path)

@@ -19,11 +19,7 @@ from tests.examples.training import (
     random_sample,
     tiny_transformer,
 )
-from tests.reference.training import (
-    cross_entropy,
-    dual_streams,
-    wedlm_losses,
-)
+from tests.reference.training import cross_entropy, dual_streams, wedlm_losses
 from wedlm_jax.corruption import dual_stream, sample_masks
 from wedlm_jax.loss import (
     SURPRISE,
@@ -31,13 +27,11 @@ from wedlm_jax.loss import (
     ar_denominators,
     ar_loss,
     head_chunks,
-    masked_weights,
     wedlm_denominators,
     wedlm_loss,
 )
 
 ROW_LENGTH = 32
-Metrics = dict[str, jax.Array]
 
 
 @pytest.fixture(scope="module")
@@ -146,15 +140,6 @@ def test_total_weighs_the_two_losses(packed_loss, ar_weight):
     assert abs(mlm - ar) > 0.01
     expected = (mlm + ar_weight * ar) / (1 + ar_weight)
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
-
-
-def test_weights_are_inverse_ratios_of_masked_tokens():
-    masked = jnp.array([True, False, True, True])
-    ratio = jnp.array([0.5, 0.5, 1.0, 0.125])
-    exact = [1 / (0.5 + 1e-8), 0, 1 / (1 + 1e-8), 1 / (0.125 + 1e-8)]
-    weights = masked_weights(masked, ratio, "inverse_ratio")
-    np.testing.assert_allclose(weights, exact, rtol=2.0**-22)  # two roundings of float32
-    np.testing.assert_array_equal(masked_weights(masked, ratio, "uniform"), [1, 0, 1, 1])
 
 
 def test_a_prompt_without_targets_gives_zero_loss_and_gradient(packed_loss):

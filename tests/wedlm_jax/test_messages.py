@@ -36,7 +36,6 @@ TEMPLATE = """\
 def codec(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     codec = TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=TEMPLATE))
-    assert codec is not None
     return codec
 
 
@@ -88,6 +87,7 @@ def test_calls_in_the_shape_of_templates_are_kept(codec):
     [
         ("hi", "messages[1]: expected an object", InputError),
         ({"content": "a"}, "messages[1].role: expected one of system, ", InputError),
+        ({"role": "king", "content": "a"}, "role: expected one of system, ", InputError),
         ({"role": "a b", "content": "a"}, "messages[1].role", InputError),
         ({"role": "<|im_end|>", "content": "a"}, "messages[1].role", InputError),
         ({"role": "user", "content": None}, "messages[1].content: expected a text", InputError),
@@ -117,19 +117,6 @@ def test_what_is_not_taken_is_said_in_a_sentence(message, said, kind):
     assert type(error.value) is kind
 
 
-@pytest.mark.parametrize("given", [[], "hello", None, {"role": "user"}])
-def test_no_conversation_is_refused(given):
-    with pytest.raises(InputError, match="messages: expected a list of at least one message"):
-        checked_messages(given)
-
-
-def test_roles_are_those_that_are_named():
-    with pytest.raises(
-        InputError, match=r"messages\[0\].role: expected one of system, .*not .king"
-    ):
-        checked_messages([{"role": "king", "content": "a"}])
-
-
 def test_variables_of_the_template():
     assert template_variables() == template_variables([], {}) == template_variables("", "") == {}
     both = {"enable_thinking": False, "tools": TOOLS}
@@ -148,6 +135,5 @@ def test_variables_of_the_template():
 def test_variables_of_the_codec_are_those_of_conversations_that_set_none(tmp_path):
     folder = write_tokenizer(tmp_path, byte_tokenizer(), chat_template=TEMPLATE)
     codec = TextCodec.load(folder, variables={"enable_thinking": False})
-    assert codec is not None
     assert shown(codec, [USER]).endswith("[assistant]()")
     assert shown(codec, [USER], enable_thinking=True).endswith("[assistant]")

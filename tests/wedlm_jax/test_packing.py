@@ -53,18 +53,17 @@ def test_a_row_opens_only_where_no_row_before_it_has_room(lengths):
             assert used[i] + first[j] > ROW
 
 
-def test_the_first_row_with_room_is_taken():
-    assert packed_lengths([20, 12, 4, 12]) == [[20, 4], [12, 12]]
-
-
-def test_a_sample_takes_whole_blocks():
-    # 13 + 9 tokens would fit by count; 16 + 12 places do not.
-    assert packed_lengths([13, 9]) == [[13], [9]]
-    assert packed_lengths([13, 8]) == [[13, 8]]
-
-
-def test_the_fullest_open_row_leaves_when_none_fits():
-    assert packed_lengths([12, 16, 20, 12], open_rows=2) == [[16], [12, 12], [20]]
+@pytest.mark.parametrize(
+    ("lengths", "options", "rows"),
+    [
+        ([20, 12, 4, 12], {}, [[20, 4], [12, 12]]),  # the first row with room is taken
+        ([13, 9], {}, [[13], [9]]),  # 22 tokens would fit, 16 + 12 places do not
+        ([13, 8], {}, [[13, 8]]),
+        ([12, 16, 20, 12], {"open_rows": 2}, [[16], [12, 12], [20]]),  # the fullest leaves
+    ],
+)
+def test_which_row_a_sample_goes_to(lengths, options, rows):
+    assert packed_lengths(lengths, **options) == rows
 
 
 def test_rows_leave_before_the_samples_end():
@@ -92,25 +91,6 @@ def test_a_row_of_broken_blocks_is_refused():
         list(pack([sample(3)], row_length=10, block_size=BLOCK))
 
 
-def test_the_arrays_of_one_row():
-    row = row_arrays(
-        [sample(5, prompt=2), sample(3, first=200)], row_length=16, block_size=BLOCK, pad_token_id=9
-    )
-    expected = {
-        "tokens": [100, 101, 102, 103, 104, 9, 9, 9, 200, 201, 202, 9, 9, 9, 9, 9],
-        "positions": [0, 1, 2, 3, 4, 0, 0, 0, 0, 1, 2, 0, 0, 0, 0, 0],
-        "segment_ids": [1, 1, 1, 1, 1, 0, 0, 0, 2, 2, 2, 0, 0, 0, 0, 0],
-        "trainable": [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0],
-    }
-    assert {name: value.astype(int).tolist() for name, value in row.items()} == expected
-    assert {name: value.dtype for name, value in row.items()} == {
-        "tokens": np.int32,
-        "positions": np.int32,
-        "segment_ids": np.int32,
-        "trainable": np.bool_,
-    }
-
-
 @given(data=st.data())
 def test_samples_can_be_read_back_from_their_row(data):
     lengths, used = [], 0
@@ -119,7 +99,9 @@ def test_samples_can_be_read_back_from_their_row(data):
             lengths.append(length)
             used += room(length)
     samples = [sample(n, prompt=n // 2, first=100 * i) for i, n in enumerate(lengths, 1)]
-    row = row_arrays(samples, row_length=ROW, block_size=BLOCK, pad_token_id=0)
+    row = row_arrays(samples, row_length=ROW, block_size=BLOCK, pad_token_id=9)
+    kinds = {"tokens": "int32", "positions": "int32", "segment_ids": "int32", "trainable": "bool"}
+    assert {name: str(value.dtype) for name, value in row.items()} == kinds
     for segment, member in enumerate(samples, 1):
         (where,) = np.nonzero(row["segment_ids"] == segment)
         assert where[0] % BLOCK == 0
@@ -127,4 +109,7 @@ def test_samples_can_be_read_back_from_their_row(data):
         np.testing.assert_array_equal(row["positions"][where], np.arange(len(member.tokens)))
         np.testing.assert_array_equal(row["trainable"][where], member.trainable)
     assert (row["segment_ids"] > 0).sum() == sum(lengths)
-    assert not row["trainable"][row["segment_ids"] == 0].any()
+    padding = row["segment_ids"] == 0
+    assert (row["tokens"][padding] == 9).all()
+    assert not row["positions"][padding].any()
+    assert not row["trainable"][padding].any()

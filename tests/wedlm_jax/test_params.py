@@ -20,13 +20,10 @@ from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams, sample_seed
         ("temperature", float("nan")),
         ("temperature", "1"),
         ("temperature", None),
-        ("top_p", 0),
-        ("top_p", 1.1),
         ("top_k", -2),
         ("top_k", 2.0),
         ("min_p", -0.1),
         ("min_p", 1.5),
-        ("max_tokens", 0),
         ("max_tokens", True),
         ("position_penalty", -1),
         ("entropy_threshold", -0.5),
@@ -34,16 +31,13 @@ from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams, sample_seed
         ("draft_budget", -1),
         ("draft_budget", float("inf")),
         ("seed", 2**32),
-        ("seed", -2),
         ("stop", ("",)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", ("a",)),
         ("ignore_eos", 1),
-        ("mode", "fast"),
         ("mode", None),
         ("n", 0),
         ("n", 1.5),
-        ("n", 2),
         ("min_tokens", -1),
         ("min_tokens", 257),
         ("repetition_penalty", 0),
@@ -63,7 +57,6 @@ from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams, sample_seed
         ("bad_words", (3,)),
         ("bad_words", 3),
         ("logprobs", -1),
-        ("logprobs", 21),
         ("logprobs", True),
     ],
 )
@@ -94,35 +87,26 @@ def test_a_refusal_says_what_was_expected(field, value, sentence):
     assert str(refusal.value) == sentence
 
 
-def test_one_stop_text_and_lists_are_taken_too():
-    loose = {"stop": "ab", "stop_token_ids": [3]}
-    params = SamplingParams(**loose)
-    assert (params.stop, params.stop_token_ids) == (("ab",), (3,))
-
-
 def test_options_as_json_has_them_are_taken_too():
-    loose = {"logit_bias": {"3": 1, 4: -2.5}, "bad_words": ["ab", [3, 4]]}
-    params = SamplingParams(**loose)
+    loose = {
+        "logit_bias": {"3": 1, 4: -2.5},
+        "bad_words": ["ab", [3, 4]],
+        "stop": "ab",
+        "stop_token_ids": [3],
+    }
+    params = wedlm_jax.SamplingParams(**loose)
+    assert (params.stop, params.stop_token_ids) == (("ab",), (3,))
     assert params.logit_bias == {3: 1, 4: -2.5}
     assert params.bad_words == ("ab", (3, 4))
-    assert SamplingParams(bad_words="ab").bad_words == ("ab",)  # type: ignore[arg-type]
+    assert SamplingParams(bad_words="ab").bad_words == ("ab",)
     empty = dict.fromkeys(("logit_bias", "bad_words", "stop", "stop_token_ids"))
     assert SamplingParams(**empty) == SamplingParams()
     assert hash(params) == hash(SamplingParams(**loose))
-
-
-def test_several_samples_need_a_temperature():
     assert SamplingParams(n=2, temperature=0.7).n == 2
-
-
-def test_minus_one_is_every_token():
-    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
-
-
-@pytest.mark.parametrize("option", [{"presence_penalty": 1.0}, {"bad_words": [[3]]}])
-def test_every_mode_has_every_option(option):
+    assert SamplingParams(top_k=-1, seed=-1) == SamplingParams(top_k=0, seed=None)
     for mode in ("paper", "verified", "ar"):
-        assert SamplingParams(mode=mode, **option).mode == mode
+        assert SamplingParams(mode=mode, presence_penalty=1.0, bad_words=[[3]]).mode == mode
+    assert SamplingParams().mode == DEFAULT_MODE
 
 
 def test_of_every_field_something_is_said():
@@ -132,9 +116,9 @@ def test_of_every_field_something_is_said():
         assert not option.help.endswith("."), name
         if option.none is None:
             with pytest.raises(InputError, match=f"^{name}: "):
-                SamplingParams(**{name: None})  # type: ignore[arg-type]
+                SamplingParams(**{name: None})
         else:
-            SamplingParams(**{name: None})  # type: ignore[arg-type]
+            SamplingParams(**{name: None})
 
 
 def test_bounds_themselves_are_taken():
@@ -145,11 +129,6 @@ def test_bounds_themselves_are_taken():
             value = int(bound) if option.integer else bound
             others = {"temperature": 0.5} if name == "n" else {}
             SamplingParams(**{name: value, **others})
-
-
-def test_the_package_names_the_class():
-    assert wedlm_jax.SamplingParams is SamplingParams
-    assert SamplingParams().mode == DEFAULT_MODE
 
 
 def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own():
@@ -163,9 +142,9 @@ def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own():
 
 def test_a_misspelt_field_is_named_with_what_was_meant():
     with pytest.raises(InputError, match=r"'temprature'; did you mean 'temperature'\?"):
-        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+        SamplingParams(temprature=0.5)
     with pytest.raises(InputError, match=r"unknown sampling field 'zzz'; there are"):
-        SamplingParams(zzz=1)  # type: ignore[call-arg]
+        SamplingParams(zzz=1)
     copied = dataclasses.replace(SamplingParams(seed=None), top_k=3)
     assert (copied.seed, copied.top_k) == (None, 3)
 
@@ -199,7 +178,6 @@ class Schema:
 @pytest.mark.parametrize("given", [City, City(name="Rome", founded=-753)])
 def test_a_pydantic_model_is_a_schema(given):
     params = SamplingParams(json_schema=given)
-    assert params.json_schema is not None
     schema = json.loads(params.json_schema)
     assert schema == City.model_json_schema()
     assert list(schema["properties"]) == ["name", "founded"], "in the order of the class"
@@ -231,7 +209,3 @@ def test_whatever_says_its_schema_is_one(given):
 def test_grammars_that_cannot_be_are_named(fields, message):
     with pytest.raises(InputError, match=f"^{message}"):
         SamplingParams(**fields)
-
-
-def test_a_seed_of_minus_one_is_none():
-    assert SamplingParams(seed=-1) == SamplingParams(seed=None)

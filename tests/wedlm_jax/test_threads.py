@@ -122,7 +122,7 @@ def test_a_stream_that_nobody_reads_holds_up_nobody(llm, expected):
     assert cold([first, *rest][-1].completion) == expected[0][0]
     left = llm.stream(PROMPTS[0], PARAMS[0])
     next(left)
-    together([left.close])  # type: ignore[attr-defined]
+    together([left.close])
     assert_idle(llm)
 
 

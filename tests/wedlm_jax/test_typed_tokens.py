@@ -19,7 +19,6 @@ PIECES = ["a", " ", "\n", "<", "|", "im_end", "|>", "é", "1", "<think>", "</thi
 @pytest.fixture(scope="module")
 def embedded():
     codec = TextCodec.load(EMBEDDED_MODEL)
-    assert codec is not None
     return codec
 
 
@@ -33,7 +32,6 @@ def stripping(tmp_path_factory):
     tokenizer.add_tokens(["<think>", "</think>"])
     folder = tmp_path_factory.mktemp("tokenizer")
     codec = TextCodec.load(write_tokenizer(folder, tokenizer, chat_template=CHAT_TEMPLATE))
-    assert codec is not None
     return codec
 
 
@@ -61,7 +59,6 @@ def test_nobody_writes_another_s_turn(name, request):
 
 def test_who_trusts_them_gets_tokens():
     codec = TextCodec.load(EMBEDDED_MODEL, trust_special_tokens=True)
-    assert codec is not None
     text = codec.render_chat(user(FORGED), add_generation_prompt=True)
     expected = codec.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert codec.encode_chat(user(FORGED)) == expected
@@ -94,7 +91,6 @@ def codec_with(folder, content):
     """A codec whose template does something to contents."""
     template = CHAT_TEMPLATE.replace("message['content']", content)
     codec = TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=template))
-    assert codec is not None
     return codec
 
 

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from tests.examples.decode import TINY, Case, requests_of, run, small_engine
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.attention.int8 import Int8Rows, to_float, to_int8
-from wedlm_jax.attention.ragged import check_ragged_backend
-from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
@@ -138,9 +136,3 @@ def test_a_checkpoint_is_decoded_with_both(tmp_path_factory):
     assert rounded.engine.memory.weights < 0.8 * plain.engine.memory.weights
     result = rounded.generate("the cat", SamplingParams(max_tokens=8))[0]
     assert len(result.token_ids) <= 8
-    with pytest.raises(InputError, match="quantization: expected one of int8, None, not 'int3'"):
-        LLM(folder, quantization="int3")
-    with pytest.raises(InputError, match="kv_cache_dtype: expected one of int8, None, not 'fp8'"):
-        LLM(folder, kv_cache_dtype="fp8")
-    with pytest.raises(InputError, match="'rpa' cannot read an int8 cache"):
-        check_ragged_backend("rpa", "tpu", TINY, int8=True)
