@@ -206,10 +206,7 @@ def of_unknown_type(content):
         ),
         ({"architecture": "qwen2moe"}, "architecture 'qwen2moe' is not supported"),
         ({"llama.expert_count": 8}, "llama.expert_count 8 is not supported"),
-        (
-            {"llama.attention.sliding_window": 4096},
-            "sliding_window 4096 is not supported",
-        ),
+        ({"llama.attention.sliding_window": 4096}, "sliding_window 4096 is not supported"),
         ({"llama.attention.head_count_kv": [1, 2, 2]}, "head_count_kv differs between layers"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale 0.5 is not supported"),
         ({"llama.embedding_length": None}, "its metadata lacks llama.embedding_length"),
@@ -219,10 +216,7 @@ def of_unknown_type(content):
             "llama.rope.dimension_count 16 is not supported, where a head has 32",
         ),
         ({"split.count": 3}, "one of 3 parts, which are not read"),
-        (
-            {"tokenizer.ggml.pre": "jais"},
-            "pre-tokenizer 'jais' is not supported (only gpt-2, ",
-        ),
+        ({"tokenizer.ggml.pre": "jais"}, "pre-tokenizer 'jais' is not supported (only gpt-2, "),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
         ({"TQ2_0": np.zeros((256, 66), np.uint8)}, f"tensor {Q_PROJ!r} is of type TQ2_0, which is"),
         ({"content": of_unknown_type}, "a tensor is of type 99, which is not known"),
@@ -341,7 +335,6 @@ def both(folder, metadata):
     write_gguf(folder / "x.gguf", config | metadata, tensors)
     write_tokenizer(folder / "x.gguf", metadata, folder)
     codec = TextCodec.load(folder)
-    assert codec is not None
     return codec, AutoTokenizer.from_pretrained(str(folder), gguf_file="x.gguf")
 
 
@@ -360,7 +353,6 @@ def test_digits_and_words_are_cut_as_the_file_says(tmp_path):
     for pre in SPLITS:
         write_tokenizer(tmp_path, byte_level(pre), tmp_path)
         codec = TextCodec.load(tmp_path)
-        assert codec is not None
         cut = codec.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
         pieces[pre] = [piece for piece, _ in cut("a 1234's/b\n!")]
     assert pieces["gpt-2"] == ["a", "Ġ1234", "'s", "/", "b", "Ċ", "!"]
@@ -396,7 +388,6 @@ def test_texts_begin_as_the_file_says(pre, said, begins, tmp_path):
         metadata["tokenizer.ggml.add_bos_token"] = said
     write_tokenizer(tmp_path / "x.gguf", metadata, tmp_path)
     codec = TextCodec.load(tmp_path)
-    assert codec is not None
     begin = metadata["tokenizer.ggml.bos_token_id"]
     assert (codec.encode("cat")[0] == begin) == begins
 
@@ -405,7 +396,6 @@ def test_the_template_and_the_special_tokens_go_along(tmp_path):
     metadata = byte_level("qwen2")
     write_tokenizer(tmp_path / "x.gguf", metadata, tmp_path)
     codec = TextCodec.load(tmp_path)
-    assert codec is not None
     assert codec.has_chat_template
     assert codec.chat_end == "<end>"
     vocabulary = codec.tokenizer.get_vocab()

@@ -73,6 +73,7 @@ def test_an_orbax_folder_decodes(tmp_path):
         ({"x/": ""}, "neither a Hugging Face checkpoint (model.safetensors or "),
         ({"x.gguf/": ""}, "a folder, not a GGUF file; neither a Hugging Face checkpoint"),
         ({"x": ""}, "is a file; a model is a folder in Hugging Face format"),
+        ({"x.gguf": "GGUF"}, "x.gguf: is a GGUF file; `wedlm convert "),
         ({"x/m.gguf": ""}, "m.gguf: is a GGUF file; `wedlm convert "),
         ({"x/pytorch_model-00001-of-2.bin": ""}, "only safetensors files are read"),
         ({"x/model.safetensors": "", "x/orbax/": ""}, "holds both safetensors and orbax/"),
