@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from wedlm_jax.config import ModelConfig, RopeConfig
 from wedlm_jax.errors import InputError
@@ -109,26 +107,6 @@ def test_each_pair_is_a_complex_number_turned_by_position_times_frequency():
     expected = np.concatenate([turned.real, turned.imag], axis=1)
     np.testing.assert_allclose(rotate(x, positions), expected, atol=2e-4)
     np.testing.assert_array_equal(rotate(x, positions)[0], x[0])
-
-
-@given(shift=st.integers(0, 500), distance=st.integers(0, 60), seed=st.integers(0, 99))
-def test_scores_depend_on_the_distance_of_logical_positions_only(shift, distance, seed):
-    q, k = np.random.default_rng(seed).normal(size=(2, HEAD_DIM)).astype(np.float32)
-    near = rotate(np.stack([q, k]), [distance, 0])
-    far = rotate(np.stack([q, k]), [distance + shift, shift])
-    np.testing.assert_allclose(near[0] @ near[1], far[0] @ far[1], atol=2e-3)
-
-
-def test_places_in_the_array_do_not_matter():
-    x = np.random.default_rng(1).normal(size=(4, HEAD_DIM)).astype(np.float32)
-    order = [2, 0, 3, 1]
-    np.testing.assert_array_equal(rotate(x[order], order), rotate(x, [0, 1, 2, 3])[order])
-
-
-def test_the_attention_factor_scales_cosines_and_sines():
-    x = np.ones((1, HEAD_DIM), np.float32)
-    scaled = rotate(x, [0], rope_type="yarn", **YARN_SHORT, attention_factor=1.25)
-    np.testing.assert_array_equal(scaled, 1.25 * x)
 
 
 def test_low_precision_is_rotated_in_float32_and_returned_as_it_came():

@@ -1,7 +1,7 @@
 """The transformer: positions, causality, precision, rematerialisation, tied heads."""
 
-import dataclasses
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,12 @@ import pytest
 from flax import nnx
 
 from tests.examples.training import TINY, MatrixMask, tiny_transformer
-from tests.jaxpr_shapes import equations_in
+from tests.jaxpr_shapes import arrays_in, equations_in
 from wedlm_jax.masks import CausalMask, DualStreamMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.layer_layout import with_layers_apart
-from wedlm_jax.model.rematerialisation import POLICIES
+from wedlm_jax.model.embedding import looked_up
+from wedlm_jax.model.rematerialisation import KEPT, POLICIES
+from wedlm_jax.sharding import make_mesh
 
 LENGTH = 8
 TOKENS = jnp.array([[5, 17, 96, 3, 3, 41, 60, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
@@ -46,14 +47,6 @@ def test_a_token_changes_no_row_before_it_and_every_row_from_it(hidden_states):
     assert not changed[1].any()
 
 
-def test_only_differences_of_positions_count(hidden_states):
-    here = hidden_states(TOKENS, POSITIONS, CausalMask())
-    moved = hidden_states(TOKENS, POSITIONS + 100, CausalMask())
-    stretched = hidden_states(TOKENS, POSITIONS * 2, CausalMask())
-    np.testing.assert_allclose(moved, here, atol=1e-4)
-    assert float(jnp.abs(stretched - here).max()) > 0.1
-
-
 def test_physical_order_is_free_where_positions_and_mask_go_along(hidden_states):
     order = jnp.array([4, 0, 7, 2, 1, 6, 3, 5])
     causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
@@ -62,55 +55,6 @@ def test_physical_order_is_free_where_positions_and_mask_go_along(hidden_states)
     straight = hidden_states(TOKENS, POSITIONS, plain)
     shuffled = hidden_states(TOKENS[:, order], POSITIONS[:, order], moved)
     np.testing.assert_allclose(shuffled, straight[:, order], atol=2e-5)
-
-
-@pytest.mark.parametrize("stacked", [True, False])
-def test_flat_tokens_over_kept_keys_equal_the_whole_forward(parts, stacked):
-    """`Transformer.run` in two goes, its keys and values kept by the caller; layers stacked or
-    apart."""
-    model = nnx.merge(*parts)
-    if not stacked:
-        model = with_layers_apart(model)
-    graph, parameters = nnx.split(model)
-    config = model.config
-    room = (config.num_hidden_layers, LENGTH, config.num_key_value_heads, config.head_dim)
-
-    @partial(jax.jit, static_argnums=2)
-    def run(parameters, kept, bounds):
-        here = slice(*bounds)
-
-        def attend(kept, layer, *qkv):
-            q, *new = qkv
-            start = (layer, bounds[0], 0, 0)
-            kept = tuple(
-                jax.lax.dynamic_update_slice(old, x[None], start)
-                for old, x in zip(kept, new, strict=True)
-            )
-            k, v = (x[layer, : bounds[1]] for x in kept)
-            group = q.shape[1] // k.shape[1]
-            scores = jnp.einsum("qhd,khd->hqk", q, jnp.repeat(k, group, axis=1))
-            place = jnp.arange(bounds[1])
-            seen = place[None, :] <= place[here][:, None]
-            scores = jnp.where(seen, scores / config.head_dim**0.5, -jnp.inf)
-            weights = jax.nn.softmax(scores)
-            return jnp.einsum("hqk,khd->qhd", weights, jnp.repeat(v, group, axis=1)), kept
-
-        model = nnx.merge(graph, parameters)
-        return model.run(TOKENS[0, here], POSITIONS[0, here], attend, kept)
-
-    kept = (jnp.full(room, 9.0), jnp.full(room, 9.0))
-    first, kept = run(parameters, kept, (0, 5))
-    rest, _ = run(parameters, kept, (5, LENGTH))
-    whole = nnx.merge(*parts)(TOKENS, POSITIONS, CausalMask())[0]
-    np.testing.assert_allclose(jnp.concatenate([first, rest]), whole, atol=2e-5)
-
-
-def test_streams_equals_dense_through_all_layers(hidden_states):
-    mask = DualStreamMask(jnp.array([[1, 1, 1, 0], [1, 1, 2, 2]]), 2)
-    positions = jnp.tile(POSITIONS[:, :4], (1, 2))
-    dense = hidden_states(TOKENS, positions, mask, attention="dense")
-    streams = hidden_states(TOKENS, positions, mask, attention="streams")
-    np.testing.assert_allclose(streams, dense, atol=2e-5)
 
 
 @pytest.mark.full
@@ -178,30 +122,6 @@ def test_logits_are_float32_whatever_the_states(parts):
         assert logits.shape == (1, 2, TINY.vocab_size)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": False, "qk_norm": False, "num_key_value_heads": 4},
-    ],
-)
-def test_num_parameters_counts_every_parameter(changes):
-    config = dataclasses.replace(TINY, **changes)  # type: ignore[arg-type]
-    shapes = jax.eval_shape(lambda: nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
-    sizes = [int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes)]
-    assert config.num_parameters() == sum(sizes)
-    tables = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
-    assert config.num_parameters(embeddings=False) == sum(sizes) - tables
-
-
-def test_layers_are_stacked_and_differ(parts):
-    model = nnx.merge(*parts)
-    weight = model.layers.mlp.up_proj.weight[...]
-    assert weight.shape == (TINY.num_hidden_layers, TINY.intermediate_size, TINY.hidden_size)
-    assert not np.allclose(weight[0], weight[1])
-
-
 def test_a_tied_head_is_the_embedding():
     model = tiny_transformer(tie_word_embeddings=True)
     assert model.lm_head is None
@@ -211,9 +131,79 @@ def test_a_tied_head_is_the_embedding():
     assert not np.array_equal(untied.head_matrix(), untied.embed_tokens[...])
 
 
-def test_the_same_seed_gives_the_same_parameters():
-    first, again = (nnx.state(Transformer(TINY, rngs=nnx.Rngs(5))) for _ in range(2))
-    other = nnx.state(Transformer(TINY, rngs=nnx.Rngs(6)))
+def test_a_seed_names_the_parameters_and_layers_differ(parts):
+    weight = nnx.merge(*parts).layers.mlp.up_proj.weight[...]
+    assert weight.shape == (TINY.num_hidden_layers, TINY.intermediate_size, TINY.hidden_size)
+    assert not np.allclose(weight[0], weight[1])
+    first, again, other = (nnx.state(Transformer(TINY, rngs=nnx.Rngs(n))) for n in (5, 5, 6))
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
     assert not np.array_equal(first["embed_tokens"][...], other["embed_tokens"][...])
+
+
+# --- the embedding -----------------------------------------------------------------------
+
+
+TABLE = jax.random.normal(jax.random.key(0), (8, 16))
+# One token stands 4,000 times, so that a sum in bfloat16 would stop growing at 256.
+REPEATED = jnp.where(jnp.arange(4096) < 4000, 3, jnp.arange(4096) % 8).reshape(8, 512)
+
+
+@jax.jit
+def gradient_of_ones(table):
+    return jax.grad(lambda x: looked_up(x, REPEATED, jnp.dtype("bfloat16")).sum())(table)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 4, "tensor": 2}])
+def test_the_gradient_counts_every_token(sizes):
+    counts = np.bincount(REPEATED.reshape(-1), minlength=8)
+    if sizes:
+        with jax.set_mesh(make_mesh(sizes)):
+            found = gradient_of_ones(TABLE)
+    else:
+        found = gradient_of_ones(TABLE)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, np.broadcast_to(counts[:, None], TABLE.shape))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_are_those_of_the_table(dtype):
+    found = looked_up(TABLE, REPEATED, jnp.dtype(dtype))
+    np.testing.assert_array_equal(found, TABLE[REPEATED].astype(dtype))
+
+
+def test_rows_are_gathered_after_the_cast():
+    traced = jax.make_jaxpr(lambda x: looked_up(x, REPEATED, jnp.dtype("bfloat16")))(TABLE)
+    rows = [x.dtype for x in arrays_in(traced.jaxpr) if x.shape == (*REPEATED.shape, 16)]
+    assert set(rows) == {jnp.dtype("bfloat16")}
+
+
+# --- what policies keep: traced, not run -------------------------------------------------
+
+
+WHOLE_TILE = 128
+GRAPH, PARAMETERS = nnx.split(tiny_transformer(head_dim=128))
+
+
+def traced(policy, attention):
+    """Equations of the gradient; no kernel is compiled."""
+    tokens = jnp.zeros((2, 2 * WHOLE_TILE), jnp.int32)
+    mask = DualStreamMask(jnp.ones((2, WHOLE_TILE), jnp.int32), 32)
+
+    def total(parameters):
+        model = nnx.merge(GRAPH, parameters)
+        return model(tokens, tokens, mask, remat=policy, attention=attention).sum()
+
+    return list(equations_in(jax.make_jaxpr(jax.grad(total))(PARAMETERS).jaxpr))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_kernel_runs_again_only_where_its_output_is_not_kept(policy):
+    kernels = [e for e in traced(policy, "splash") if e.primitive.name == "pallas_call"]
+    again = policy != "none" and "attended" not in KEPT[policy]
+    assert len(kernels) == 2 + again
+
+
+def test_each_policy_keeps_less_than_the_one_before():
+    kept = [set(names) for names in KEPT.values()]
+    assert all(later <= earlier for earlier, later in pairwise(kept))
