@@ -77,15 +77,6 @@ def test_what_is_computed_is_filled_up_to_a_size():
     assert found.tolist() == [filled_up(sizes, tokens) for tokens in range(25)]
 
 
-@pytest.mark.parametrize(("needed", "expected"), [(0, 0), (1, 2), (2, 2), (3, 4), (5, 8), (8, 8)])
-def test_the_smallest_that_holds_it_runs_once(needed, expected):
-    def run(needed):
-        start = jnp.int32(0), jnp.int32(0)
-        return at_size(SIZES, needed, lambda size, c: (c[0] + size, c[1] + 1), start)
-
-    assert [int(x) for x in jax.jit(run)(jnp.int32(needed))] == [expected, needed > 0]
-
-
 @pytest.mark.parametrize("needed", [0, 1, 7, 8, 9, 16, 19, 24])
 def test_parts_cover_what_is_needed_in_order(needed):
     def run(needed):

@@ -1,7 +1,5 @@
 """Which tokens a forward runs, against the same said in plain Python."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

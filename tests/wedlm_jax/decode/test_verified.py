@@ -1,19 +1,15 @@
 """Verified decoding gives the tokens of autoregressive decoding, whatever the masks draft."""
 
 import dataclasses
-import itertools
 import random
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from tests.examples.decode import (
-    TINY,
     Case,
     assert_logprobs_near,
     assert_same,
@@ -25,22 +21,19 @@ from tests.examples.decode import (
     say_the_same,
     small_engine,
 )
-from tests.reference.sampling import softmax, truncate
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
-from wedlm_jax.decode import verified
 from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.state import idle_state, is_filled
+from wedlm_jax.decode.state import idle_state
 from wedlm_jax.decode.verified import draft_rule, verify
-from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.llm import LLM
-from wedlm_jax.masks import CausalMask
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import read_questions
 from wedlm_jax.text import TextCodec
 
 BUDGETS = (0.0, 1.0, 3.0, 1e6)
+SMALL = {"max_batch_size": 8, "deterministic": True}
+"""One size of forwards: little is compiled."""
 
 
 def test_drafts_are_kept_up_to_the_first_wrong_one():
@@ -126,7 +119,9 @@ def wide_engine(tiny_model):
     return small_engine(tiny_model, params, window_size=8, deterministic=True)
 
 
-@pytest.mark.parametrize("window", range(1, 9))
+@pytest.mark.parametrize(
+    "window", [8, *(pytest.param(window, marks=pytest.mark.full) for window in range(1, 8))]
+)
 def test_the_tokens_are_the_same_at_every_width(wide_engine, window):
     rng = np.random.default_rng(window)
     batch = []
@@ -232,7 +227,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def autoregressive(prompts):
-    llm = LLM(window_size=0)
+    llm = LLM(window_size=0, **SMALL)
     return {t: completions(llm, prompts, t, "ar")[0] for t in (0.0, 0.8)}
 
 
@@ -248,108 +243,9 @@ def completions(llm, prompts, temperature, mode):
     "window", [16, *(pytest.param(window, marks=pytest.mark.full) for window in (1, 2, 4, 8, 32))]
 )
 def test_the_trained_model_says_the_same_in_fewer_forwards(window, prompts, autoregressive):
-    llm = LLM(window_size=window)
+    llm = LLM(window_size=window, **SMALL)
     for temperature, expected in autoregressive.items():
         token_ids, forwards = completions(llm, prompts, temperature, "verified")
         assert token_ids == expected
         if window > 2 and temperature == 0:
             assert sum(map(len, token_ids)) > 1.5 * forwards
-
-
-# --- the distribution --------------------------------------------------------------------
-
-SMALL = dataclasses.replace(TINY, vocab_size=7, mask_token_id=6, eos_token_ids=())
-LENGTH, AT_ONCE = 4, 100
-FEW, MANY = 4_000, 60_000
-BOLD = SamplingParams(
-    mode="verified", temperature=1.0, top_p=0.999, max_tokens=LENGTH, draft_budget=100.0
-)
-PROMPT = (1, 2)
-
-
-def many_at_once(longest=6):
-    model = Transformer(SMALL, rngs=nnx.Rngs(3))
-    return small_engine(
-        model,
-        [BOLD],
-        window_size=3,
-        max_batch_size=AT_ONCE,
-        max_model_len=longest,
-        page_size=16,
-        deterministic=True,
-    )
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return many_at_once()
-
-
-def sampled(engine, params, samples):
-    """The completions of as many seeds: int ``[samples, LENGTH]``."""
-    found = []
-    for first in range(0, samples, AT_ONCE):
-        seeds = range(first, first + AT_ONCE)
-        requests = [Request(i, PROMPT, dataclasses.replace(params, seed=i)) for i in seeds]
-        found += [result.token_ids for result in engine.decode(requests)]
-    return np.array(found)
-
-
-def p_value(found, params):
-    """Of Pearson's test against the product of the model's own next-token distributions."""
-    length = found.shape[1]
-    every = np.array(list(itertools.product(range(6), repeat=length)))
-    model = Transformer(SMALL, rngs=nnx.Rngs(3))
-    tokens = np.concatenate([np.full((len(every), 2), [1, 2]), every], axis=1)
-    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    hidden = model(jnp.array(tokens), jnp.array(positions), CausalMask())
-    logits = np.array(model.logits(hidden))[:, 1:-1]
-    logits[..., 6] = -np.inf
-    next_token = np.array(
-        [
-            [softmax(truncate(row / params.temperature, 0, params.top_p)[0]) for row in sequence]
-            for sequence in logits
-        ]
-    )
-    chosen = np.take_along_axis(next_token, every[..., None], axis=2)[..., 0]
-    expected = chosen.prod(axis=1) * len(found)
-    counts = np.bincount(found @ 6 ** np.arange(length)[::-1], minlength=len(every))
-    assert counts[expected == 0].sum() == 0, "what is left out never comes"
-    # Cells too small for the approximation are counted together.
-    rare = expected < 10
-    counts = np.append(counts[~rare], counts[rare].sum())
-    expected = np.append(expected[~rare], expected[rare].sum())
-    keep = expected > 0
-    return float(stats.chisquare(counts[keep], expected[keep]).pvalue)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("temperature", "top_p", "samples"),
-    [
-        (1.0, 0.8, FEW),
-        *(
-            pytest.param(*case, MANY, marks=pytest.mark.full)
-            for case in itertools.product((0.5, 1.0), (0.8, 1.0))
-        ),
-    ],
-)
-def test_samples_are_distributed_as_autoregressive_ones(engine, temperature, top_p, samples):
-    params = dataclasses.replace(BOLD, temperature=temperature, top_p=top_p)
-    found = sampled(engine, params, samples)
-    assert all(p_value(found[:, :length], params) > 1e-3 for length in (3, 4))
-
-
-@pytest.mark.full
-def test_a_rule_that_accepts_every_draft_is_found_out(monkeypatch):
-    def accept_all(state, options, tokens, entropies):
-        drafts = jnp.where(is_filled(state), state.tokens, tokens[:, :-1])
-        return verify(state, options, tokens.at[:, :-1].set(drafts), entropies)
-
-    monkeypatch.setattr(verified, "verify", accept_all)
-    params = dataclasses.replace(BOLD, top_p=1.0)
-    # Of another length, so that the loop is traced anew, with this rule, and for nobody else.
-    found = sampled(many_at_once(7), params, FEW)
-    # In a draft's place the choice of the row before it is put in any case, so a window's first
-    # draft, here of the third token, comes out right; what stands behind has seen a wrong one.
-    assert p_value(found, params) < 1e-12
