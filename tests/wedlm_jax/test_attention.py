@@ -322,39 +322,6 @@ def test_a_mask_of_some_blocks_is_the_whole_one_without_what_is_left_out(kept, s
     assert not dense[:, len(rows) :].any()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_is_left_out_gives_and_takes_nothing(implementation):
-    """Rows that are there have the output and the gradients they have among all blocks."""
-    q, k, v, probe = probed_qkv(2 * STREAM)
-    picked = np.zeros((3, STREAM + PLACES * BLOCK), np.int32)
-    there = np.ones_like(picked, bool)
-    for row, blocks in enumerate(BLOCKS):
-        places = [STREAM + block * BLOCK + i for block in blocks for i in range(BLOCK)]
-        picked[row] = [*range(STREAM), *np.minimum(places, 2 * STREAM - 1)]
-        there[row, STREAM:] = np.repeat(blocks < STREAM // BLOCK, BLOCK)
-
-    def few(x, axis):
-        index = picked[:, None, :, None] if axis == 2 else picked[:, :, None, None]
-        return jnp.take_along_axis(x, jnp.asarray(index), axis=axis)
-
-    # Where only rows that stay are probed, the whole stream's gradients come from them alone.
-    probe = probe.at[:, STREAM:].set(0)
-    for row, blocks in enumerate(BLOCKS):
-        for block in blocks[blocks < STREAM // BLOCK]:
-            start = STREAM + block * BLOCK
-            values = jax.random.normal(jax.random.key(int(start)), (BLOCK, 6, 8))
-            probe = probe.at[row, start : start + BLOCK].set(values)
-    whole = DualStreamMask(jnp.asarray(PACKED), BLOCK)
-    expected = output_and_gradients(whole, (q, k, v, probe), "dense")
-    own_probe = few(probe, 1) * there[:, :, None, None]
-    own = output_and_gradients(PLACED, (few(q, 1), few(k, 2), few(v, 2), own_probe), implementation)
-    for ours, theirs, axis in zip(own, expected, (1, 1, 2, 2), strict=True):
-        mark = there[:, :, None, None] if axis == 1 else there[:, None, :, None]
-        theirs = np.asarray(few(jnp.asarray(theirs), axis))
-        np.testing.assert_allclose(ours * mark, theirs * mark, atol=5e-6)
-        assert not (ours * ~mark).any()
-
-
 @pytest.mark.full
 def test_tiles_that_no_query_sees_are_not_visited():
     """Eight tiles of memory and three of predictions, which begin late."""

@@ -7,19 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample
-from tests.reference.training import block_order, dual_streams
+from tests.reference.training import dual_streams
 from wedlm_jax.corruption import (
     PackedRows,
     dual_stream,
-    next_token_targets,
-    reorder_blocks,
     sample_masks,
 )
 
 ROWS, LENGTH = 2, 16
 
 draw_masks = jax.jit(sample_masks, static_argnames=("block_size", "suffix_share"))
-reorder = jax.jit(reorder_blocks, static_argnames="block_size")
 
 
 @jax.jit
@@ -106,20 +103,6 @@ def test_some_blocks_mask_their_last_trainable_tokens():
     assert abs(share - expected) < 5 * (expected * (1 - expected) / (count == 3).sum()) ** 0.5
 
 
-@given(masked=flags, padding=flags)
-def test_blocks_are_reordered_observed_then_masked_then_padding(masked, padding):
-    order = reorder(jnp.array([masked]), jnp.array([padding]), block_size=BLOCK)
-    expected = []
-    for start in range(0, LENGTH, BLOCK):
-        block = range(start, start + BLOCK)
-        expected += [i for i in block if not masked[i] and not padding[i]]
-        expected += [i for i in block if masked[i] and not padding[i]]
-        expected += [i for i in block if padding[i]]
-    assert np.asarray(order)[0].tolist() == expected
-    if not any(padding):
-        assert expected == block_order(masked, BLOCK)
-
-
 @given(seed=seeds, lengths=st.lists(st.integers(1, 8), min_size=2, max_size=2))
 def test_a_packed_sample_has_the_streams_it_has_alone(seed, lengths):
     random = np.random.default_rng(seed)
@@ -153,21 +136,3 @@ def test_padding_is_never_masked():
     batch, _ = lay_out(HAND_DRAWN, jnp.ones((1, 12), bool), jnp.ones((1, 12)))
     assert batch.masked.sum() == 9
     assert batch.token_ids[0, 12:].tolist() == [MASK_TOKEN] * 6 + [0, 0] + [MASK_TOKEN] * 3 + [0]
-
-
-def test_next_targets_stay_in_their_sample_and_skip_the_prompt():
-    targets, valid = next_token_targets(HAND_DRAWN)
-    (where,) = np.nonzero(np.asarray(valid)[0])
-    # Token 12 is a prompt token, so row 0 has no target; 16 and 23 are the last of theirs.
-    assert where.tolist() == [1, 2, 3, 4, 8, 9]
-    assert targets[0, where].tolist() == [13, 14, 15, 16, 22, 23]
-
-
-def test_samples_without_a_gap_do_not_predict_each_other():
-    rows = PackedRows(
-        tokens=jnp.arange(8)[None],
-        positions=jnp.tile(jnp.arange(4), 2)[None],
-        segment_ids=jnp.array([[1] * 4 + [2] * 4]),
-        trainable=jnp.ones((1, 8), bool),
-    )
-    assert np.nonzero(np.asarray(next_token_targets(rows)[1])[0])[0].tolist() == [0, 1, 2, 4, 5, 6]

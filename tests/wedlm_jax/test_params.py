@@ -1,7 +1,5 @@
 """Sampling parameters: what is taken, what is refused, and what is said of each."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -8,17 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.examples.decode import TINY
 from tests.examples.ragged import LAYER, make_example
 from tests.reference.ragged import attend_span, cached
 from tests.tpu_interpreter import interpreted_kernel
-from wedlm_jax.attention.pages import Spans
 from wedlm_jax.attention.ragged import attend_pages, attention_plan, token_places, write_pages
-from wedlm_jax.attention.ragged_tpu import live_first
 from wedlm_jax.engine import settings
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
@@ -109,21 +105,6 @@ def test_heads_are_cut_over_devices():
         ]
         of_replica = partial(run, num_pages=NUM_PAGES)
         check(example, *jax.jit(on_replicas(of_replica, whole=()))(*placed), 2e-5)
-
-
-@given(lengths=st.lists(st.sampled_from([0, 0, 1, 5, 17]), min_size=1, max_size=8))
-def test_spans_with_tokens_come_first_in_their_order(lengths):
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    kv = np.array([length + 10 * i if length else 0 for i, length in enumerate(lengths)])
-    table = np.arange(len(lengths), dtype=np.int32)[:, None]
-    moved = live_first(Spans(*(jnp.array(x, jnp.int32) for x in (starts, kv, table))))
-    live = np.flatnonzero(lengths)
-    assert moved.count.tolist() == [len(live)]
-    np.testing.assert_array_equal(moved.spans.page_table[: len(live), 0], live)
-    np.testing.assert_array_equal(moved.spans.kv_lengths[: len(live)], kv[live])
-    # The flat tokens of a span are those it had.
-    np.testing.assert_array_equal(moved.spans.query_starts[: len(live)], starts[live])
-    np.testing.assert_array_equal(moved.spans.query_starts[len(live) :], starts[-1])
 
 
 WIDE = dataclasses.replace(TINY, head_dim=128, num_key_value_heads=2)
