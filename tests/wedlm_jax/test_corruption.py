@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample
 from tests.reference.training import dual_streams
-from wedlm_jax.corruption import (
-    PackedRows,
-    dual_stream,
-    sample_masks,
-)
+from wedlm_jax.corruption import PackedRows, dual_stream, sample_masks
 
 ROWS, LENGTH = 2, 16
 

@@ -29,64 +29,50 @@ def test_the_nearest_name_is_meant_or_all_are_named():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("meant", "names"),
     [
-        ("max_new_tokens", "max_tokens"),
-        ("max_length", "max_tokens"),
-        ("maxtokens", "max_tokens"),
-        ("min_new_tokens", "min_tokens"),
-        ("temp", "temperature"),
-        ("topk", "top_k"),
-        ("do_sample", "temperature"),
-        ("num_return_sequences", "n"),
-        ("best_of", "n"),
-        ("stop_strings", "stop"),
-        ("stop_words", "stop"),
-        ("eos_token_id", "stop_token_ids"),
-        ("bad_words_ids", "bad_words"),
-        ("guided_json", "json_schema"),
-        ("structured_outputs", "json_schema"),
-        ("response_format", "json_schema"),
-        ("guided_regex", "regex"),
-        ("repeat_penalty", "repetition_penalty"),
-        ("random_seed", "seed"),
-        ("prompt_logprobs", "logprobs"),
-        ("wedlm_entropy_threshold", "entropy_threshold"),
-        ("wedlm_pos_penalty_factor", "position_penalty"),
-        ("tau", "entropy_threshold"),
+        ("max_tokens", "max_new_tokens max_length maxtokens"),
+        ("min_tokens", "min_new_tokens"),
+        ("temperature", "temp do_sample"),
+        ("top_k", "topk"),
+        ("n", "num_return_sequences best_of"),
+        ("stop", "stop_strings stop_words"),
+        ("stop_token_ids", "eos_token_id"),
+        ("bad_words", "bad_words_ids"),
+        ("json_schema", "guided_json structured_outputs response_format"),
+        ("regex", "guided_regex"),
+        ("repetition_penalty", "repeat_penalty"),
+        ("seed", "random_seed"),
+        ("logprobs", "prompt_logprobs"),
+        ("entropy_threshold", "wedlm_entropy_threshold tau"),
+        ("position_penalty", "wedlm_pos_penalty_factor"),
     ],
 )
-def test_what_other_programs_call_a_sampling_field(name, meant):
-    assert nearest(name, OPTIONS) == meant
+def test_what_other_programs_call_a_sampling_field(meant, names):
+    assert {nearest(name, OPTIONS) for name in names.split()} == {meant}
 
 
 @pytest.mark.parametrize(
-    ("flag", "meant"),
+    ("meant", "flags"),
     [
-        ("--max-new-tokens", "--max-tokens"),
-        ("--max_tokens", "--max-tokens"),
-        ("--tensor-parallel-size", "--mesh"),
-        ("--max-num-seqs", "--batch-size"),
-        ("--batch", "--batch-size"),
-        ("--max-batch-size", "--batch-size"),
-        ("--max-model-length", "--max-model-len"),
-        ("--context-length", "--max-model-len"),
-        ("--model-name-or-path", "--model"),
-        ("--model-path", "--model"),
-        ("--pretrained", "--model"),
-        ("--torch-dtype", "--dtype"),
-        ("--output-dir", "--output"),
-        ("--out", "--output"),
-        ("--input-file", "--input"),
-        ("--prompts", "--prompt"),
-        ("--guided-json", "--json-schema"),
-        ("--quantisation", "--quantization"),
-        ("--warm-up", "--warmup"),
-        ("--verbose", None),
+        ("--max-tokens", "--max-new-tokens --max_tokens"),
+        ("--mesh", "--tensor-parallel-size"),
+        ("--batch-size", "--max-num-seqs --batch --max-batch-size"),
+        ("--max-model-len", "--max-model-length --context-length"),
+        ("--model", "--model-name-or-path --model-path --pretrained"),
+        ("--dtype", "--torch-dtype"),
+        ("--output", "--output-dir --out"),
+        ("--input", "--input-file"),
+        ("--prompt", "--prompts"),
+        ("--json-schema", "--guided-json"),
+        ("--quantization", "--quantisation"),
+        ("--warmup", "--warm-up"),
+        (None, "--verbose"),
     ],
 )
-def test_what_other_programs_call_an_option(flag, meant):
-    assert nearest(flag, parser()._option_string_actions) == meant
+def test_what_other_programs_call_an_option(meant, flags):
+    known = parser()._option_string_actions
+    assert {nearest(flag, known) for flag in flags.split()} == {meant}
 
 
 def test_every_synonym_is_a_name_that_is_known_somewhere():

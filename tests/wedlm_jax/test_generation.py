@@ -153,35 +153,11 @@ def test_without_a_tokenizer_there_are_tokens_alone():
 
 def test_a_cut_completion_is_what_it_was_at_that_token():
     logprobs = [TokenLogprob(-float(i), [(i, -float(i))]) for i in range(4)]
-    whole = Completion(
-        None,
-        [5, 6, 7, 8],
-        "length",
-        3,
-        24,
-        logprobs,
-        num_cached_tokens=2,
-        forwards_at=[1, 1, 2, 3],
-        instances_at=[8, 8, 16, 24],
-    )
-    assert whole.cut(3) == Completion(
-        None,
-        [5, 6, 7],
-        "stop",
-        2,
-        16,
-        logprobs[:3],
-        num_cached_tokens=2,
-        forwards_at=[1, 1, 2],
-        instances_at=[8, 8, 16],
-    )
-    assert whole.cut(1).num_forwards == 1
+    whole = dataclasses.replace(result_of([5, 6, 7, 8]), logprobs=logprobs)
+    cut = dataclasses.replace(result_of([5, 6, 7], "stop"), logprobs=logprobs[:3])
+    assert whole.cut(3) == cut
     assert len(whole.token_ids) == 4
-
-
-def test_a_cut_completion_without_logprobs_has_none():
-    whole = Completion(None, [5, 6], "length", 1, 8, forwards_at=[1, 1], instances_at=[8, 8])
-    assert whole.cut(1).logprobs is None
+    assert result_of([5, 6]).cut(1).logprobs is None
 
 
 @pytest.mark.parametrize(

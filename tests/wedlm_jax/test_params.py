@@ -10,57 +10,38 @@ import wedlm_jax
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import DEFAULT_MODE, OPTIONS, SamplingParams, sample_seed
 
+NAN, INFINITE = float("nan"), float("inf")
+
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "values"),
     [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", "1"),
-        ("temperature", None),
-        ("top_k", -2),
-        ("top_k", 2.0),
-        ("min_p", -0.1),
-        ("min_p", 1.5),
-        ("max_tokens", True),
-        ("position_penalty", -1),
-        ("entropy_threshold", -0.5),
-        ("entropy_threshold", float("nan")),
-        ("draft_budget", -1),
-        ("draft_budget", float("inf")),
-        ("seed", 2**32),
-        ("stop", ("",)),
-        ("stop_token_ids", (-1,)),
-        ("stop_token_ids", ("a",)),
-        ("ignore_eos", 1),
-        ("mode", None),
-        ("n", 0),
-        ("n", 1.5),
-        ("min_tokens", -1),
-        ("min_tokens", 257),
-        ("repetition_penalty", 0),
-        ("repetition_penalty", float("nan")),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", -2.1),
-        ("logit_bias", [3]),
-        ("logit_bias", {-1: 1}),
-        ("logit_bias", {"a": 1}),
-        ("logit_bias", {3: 101}),
-        ("logit_bias", {3: "1"}),
-        ("logit_bias", {3: float("nan")}),
-        ("bad_words", ("",)),
-        ("bad_words", (" ",)),
-        ("bad_words", ((),)),
-        ("bad_words", ((3, -1),)),
-        ("bad_words", (3,)),
-        ("bad_words", 3),
-        ("logprobs", -1),
-        ("logprobs", True),
+        ("temperature", [-0.1, NAN, "1", None]),
+        ("top_k", [-2, 2.0]),
+        ("min_p", [-0.1, 1.5]),
+        ("max_tokens", [True]),
+        ("position_penalty", [-1]),
+        ("entropy_threshold", [-0.5, NAN]),
+        ("draft_budget", [-1, INFINITE]),
+        ("seed", [2**32]),
+        ("stop", [("",)]),
+        ("stop_token_ids", [(-1,), ("a",)]),
+        ("ignore_eos", [1]),
+        ("mode", [None]),
+        ("n", [0, 1.5]),
+        ("min_tokens", [-1, 257]),
+        ("repetition_penalty", [0, NAN]),
+        ("presence_penalty", [2.1]),
+        ("frequency_penalty", [-2.1]),
+        ("logit_bias", [[3], {-1: 1}, {"a": 1}, {3: 101}, {3: "1"}, {3: NAN}]),
+        ("bad_words", [("",), (" ",), ((),), ((3, -1),), (3,), 3]),
+        ("logprobs", [-1, True]),
     ],
 )
-def test_a_bad_parameter_is_refused_by_name(field, value):
-    with pytest.raises(InputError, match=f"^{field}: expected"):
-        SamplingParams(**{field: value})
+def test_a_bad_parameter_is_refused_by_name(field, values):
+    for value in values:
+        with pytest.raises(InputError, match=f"^{field}: expected"):
+            SamplingParams(**{field: value})
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,7 @@ from wedlm_jax.host.command_line import CommandParser, run_command
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            ["--temprature", "1"],
-            "unrecognized arguments: --temprature 1; did you mean --temperature?",
-        ),
+        (["--temprature", "1"], "arguments: --temprature 1; did you mean --temperature?"),
         (["--temprature=1"], "--temprature=1; did you mean --temperature?"),
         (
             ["--temprature", "1", "--max_tokens", "2"],
