@@ -109,9 +109,9 @@ def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended):
     whole = complete(codec, result, params)
     if not stop:
         assert (whole.text, whole.token_ids) == (codec.complete_text(ids), ids + end)
-    elif early == 0:
+    else:
         unstopped = len(ids + end), codec.complete_text(ids)
-        count, text = StopStrings(codec, stop).find(ids) or unstopped
+        count, text = StopStrings(codec, stop, early).find(ids) or unstopped
         assert (whole.text, len(whole.token_ids)) == (text, count)
     loop = Loop()
     handle, pieces = Handle(loop, codec, (), params, None), []

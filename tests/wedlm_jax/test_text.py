@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -208,16 +208,23 @@ def test_no_special_token_is_added_to_the_replacement_character(tmp_path):
 
 
 @settings(max_examples=4 * settings.default.max_examples)
-@given(st.text("abc€", max_size=10), st.lists(st.text("abc€", min_size=1, max_size=4), min_size=1))
-def test_find_agrees_with_a_scan(codec, text, stop):
+@given(
+    text=st.text("abc€", max_size=10),
+    stop=st.lists(st.text("abc€", min_size=1, max_size=4), min_size=1),
+    early=st.integers(0, 4),
+)
+@example(text="abab", stop=["b", "ab"], early=0)
+def test_find_agrees_with_a_scan(codec, text, stop, early):
+    """What ends within the text of so many tokens does not count."""
     ids = codec.encode(text)
-    expected = None
+    behind, expected = len(codec.complete_text(ids[:early])), None
     for length in range(1, len(ids) + 1):
         part = codec.complete_text(ids[:length])
-        if places := [part.index(s) for s in stop if s in part]:
+        places = [(i, s) for i in range(len(part)) for s in stop if part.startswith(s, i)]
+        if places := [i for i, s in places if i + len(s) > behind]:
             expected = (length, part[: min(places)])
             break
-    assert StopStrings(codec, stop).find(ids) == expected
+    assert StopStrings(codec, stop, early).find(ids) == expected
 
 
 @settings(max_examples=4 * settings.default.max_examples)

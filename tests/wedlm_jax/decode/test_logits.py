@@ -25,7 +25,7 @@ from tests.examples.windows import (
 )
 from tests.jaxpr_shapes import arrays_in, equations_in
 from tests.reference.logit_options import adjusted, left_masked, seen_by_row
-from wedlm_jax.decode.logits import adjusted_logits, keep_apart, token_use, with_committed
+from wedlm_jax.decode.logits import adjusted_logits, keep_apart, token_use
 from wedlm_jax.decode.options import (
     Traits,
     abstract_options,
@@ -86,29 +86,6 @@ def test_a_verified_row_is_the_autoregressive_row_of_its_drafts(one, seed):
         again = np.zeros_like(logits)
         again[0] = logits[row]
         np.testing.assert_array_equal(in_window[row], adjusted_rows([alone] * 3, again)[0][0])
-
-
-@given(some=st.lists(sequences(), min_size=3, max_size=3), data=st.data())
-def test_counts_that_are_updated_equal_those_made_afresh(some, data):
-    more = [
-        dataclasses.replace(
-            one,
-            completion=(
-                *one.completion,
-                *data.draw(st.lists(st.integers(0, VOCAB - 2), max_size=2 * WINDOW + 1)),
-            ),
-        )
-        for one in some
-    ]
-    before, after, options = state_of(some), state_of(more), options_of(some)
-    updated = with_committed(token_use(before, options, VOCAB), before, after)
-    afresh = token_use(after, options, VOCAB)
-    np.testing.assert_array_equal(updated.prompt, afresh.prompt)
-    np.testing.assert_array_equal(updated.committed, afresh.committed)
-    for i, one in enumerate(more):
-        counts = np.bincount(np.array(one.completion, int), minlength=VOCAB)
-        np.testing.assert_array_equal(afresh.committed[i], counts)
-        assert set(np.flatnonzero(afresh.prompt[i])) == set(one.prompt)
 
 
 def traced(traits):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.jaxpr_shapes import arrays_in
@@ -38,6 +38,7 @@ def padded(some):
 
 
 @given(some=st.lists(texts, min_size=3, max_size=3))
+@example(some=[[*range(12), *range(10)], [1, 8, 3, 2, 8, 4, 2, 8], [5, 6, 6]])
 def test_copies_follow_the_latest_occurrence_of_the_longest_ending(some):
     found = look(*padded(some), MOST)
     for tokens, match, text in zip(found.tokens, found.match, some, strict=True):
