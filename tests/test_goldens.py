@@ -81,11 +81,7 @@ def decoder(request, models):
         engine = Engine(
             models[request.param],
             EngineConfig(
-                window_size=widest,
-                lookup=0,
-                max_batch_size=4,
-                max_model_len=256,
-                chunk_tokens=32,
+                window_size=widest, lookup=0, max_batch_size=4, max_model_len=256, chunk_tokens=32
             ),
         )
         engine.expect([as_decode_case(case).sampling() for case in cases])

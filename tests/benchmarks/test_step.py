@@ -139,10 +139,7 @@ def test_a_compiled_rival_finds_the_same(monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [
-        ("--lengths 512 100", "multiples of 32, not 100"),
-        ("--prompt-share 1.5", "between 0 and 1"),
-    ],
+    [("--lengths 512 100", "multiples of 32, not 100"), ("--prompt-share 1.5", "between 0 and 1")],
 )
 def test_bad_options_are_refused(arguments, says):
     with pytest.raises(InputError, match=says):

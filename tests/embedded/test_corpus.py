@@ -11,14 +11,7 @@ from itertools import pairwise
 
 import pytest
 
-from examples.embedded.corpus import (
-    DEFAULT_WEIGHTS,
-    KINDS,
-    REGIMES,
-    check,
-    generate,
-    is_heldout,
-)
+from examples.embedded.corpus import DEFAULT_WEIGHTS, KINDS, REGIMES, check, generate, is_heldout
 
 EQUATION = re.compile(r"(\d+) ([-+x/]) (\d+) = (\d+)")
 APPLY = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.truediv}

@@ -10,13 +10,7 @@ from flax import nnx
 
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from train.optimizer import make_optimizer
-from train.step import (
-    Objective,
-    TrainState,
-    accumulate,
-    make_train_step,
-    prepare_given,
-)
+from train.step import Objective, TrainState, accumulate, make_train_step, prepare_given
 from wedlm_jax.loss import LossConfig
 
 LENGTH, CHUNK = 32, 4

@@ -13,12 +13,7 @@ from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from train.loop import train as run_training
 from train.optimizer import schedule_of
-from train.recipe.config import (
-    LoraSection,
-    ModelSection,
-    OptimizerSection,
-    PhaseSection,
-)
+from train.recipe.config import LoraSection, ModelSection, OptimizerSection, PhaseSection
 from train.resume import origin_of
 from wedlm_jax.checkpoint.orbax import read_arrays, whole_steps
 from wedlm_jax.errors import InputError
@@ -157,11 +152,7 @@ def test_a_decay_is_branched_from_a_plateau(tokenizer_folder, tmp_path, capsys):
             r"hidden_size is 32 in the recipe, and 16 in .*model",
         ),
         ("@4", {"lora": LoraSection(rank=2)}, r"a began with no adapters.* without branch_from"),
-        (
-            "@4",
-            {"seed": 5},
-            r"a@4 began with another recipe: seed was 1, is 5; --allow-ch",
-        ),
+        ("@4", {"seed": 5}, r"a@4 began with another recipe: seed was 1, is 5; --allow-ch"),
     ],
 )
 def test_what_cannot_be_branched_is_refused(

@@ -91,8 +91,7 @@ def test_two_processes_killed_at_random_are_those_that_were_never_killed(
     runs = {name: f"{bucket}/runs/{name}-{kills}" for name in ("whole", "killed")}
     recipes = {
         name: write_recipe(
-            tiny_recipe(run, tokenizer_folder, steps=steps, checkpoint_every=2),
-            tmp_path / name,
+            tiny_recipe(run, tokenizer_folder, steps=steps, checkpoint_every=2), tmp_path / name
         )
         for name, run in runs.items()
     }

@@ -31,13 +31,7 @@ from tests.jaxpr_shapes import arrays_in
 from train.loop import train as run_training
 from train.program import make_program
 from train.recipe.config import EvaluationSection, LoraSection, ModelSection
-from train.step import (
-    Objective,
-    accumulate,
-    make_train_step,
-    prepare,
-    prepare_given,
-)
+from train.step import Objective, accumulate, make_train_step, prepare, prepare_given
 from train.step_cost import forward_flops, model_flops, program_flops
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
@@ -46,11 +40,7 @@ from wedlm_jax.model.lora import LoraConfig, merged_weight, with_adapters
 from wedlm_jax.sharding import batch_sharding, make_mesh, tree_shardings
 
 LORA = LoraConfig(rank=2, alpha=6.0)
-MODEL = with_adapters(
-    tiny_transformer(**DIVIDED),
-    LORA,
-    nnx.Rngs(params=1),
-)
+MODEL = with_adapters(tiny_transformer(**DIVIDED), LORA, nnx.Rngs(params=1))
 GRAPH, FIRST, FROZEN = nnx.split(MODEL, nnx.LoRAParam, ...)
 
 

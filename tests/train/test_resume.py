@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.data import EMBEDDED, ROW, documents, tokenised, write_jsonl
-from tests.examples.tiny_run import (
-    ARCHITECTURE,
-    metric_lines,
-    run_until_killed,
-    tiny_recipe,
-)
+from tests.examples.tiny_run import ARCHITECTURE, metric_lines, run_until_killed, tiny_recipe
 from train import resume
 from train.loop import train as run_training
 from train.recipe.config import (
@@ -46,8 +41,7 @@ def begin(config, *, allow_changed=False):
 
 def with_sources(output, sources, **changes):
     data = DataSection(
-        sources={str(folder): weight for folder, weight in sources.items()},
-        tokenizer=str(EMBEDDED),
+        sources={str(folder): weight for folder, weight in sources.items()}, tokenizer=str(EMBEDDED)
     )
     return tiny_recipe(output, None, data=data, **changes)
 
@@ -69,9 +63,7 @@ def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
     run_until_killed(config, 2)
     assert "not as before" not in capsys.readouterr().out
     other = dataclasses.replace(
-        config,
-        optimizer=OptimizerSection(learning_rate=0.02, warmup_steps=1),
-        keep_checkpoints=3,
+        config, optimizer=OptimizerSection(learning_rate=0.02, warmup_steps=1), keep_checkpoints=3
     )
     with pytest.raises(InputError) as refused:
         run_training(other)

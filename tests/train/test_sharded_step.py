@@ -11,12 +11,7 @@ from flax import nnx
 
 from tests.examples.train_step import DIVIDED, KEY, fresh_state, optimizer, run_steps
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
-from train.step import (
-    Objective,
-    accumulate,
-    make_train_step,
-    prepare,
-)
+from train.step import Objective, accumulate, make_train_step, prepare
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.packing import prediction_blocks, trainable_blocks

@@ -22,10 +22,7 @@ from wedlm_jax.host.storage import as_path
 
 LIMIT_S = 120
 
-AT_ONCE = {
-    "train.checkpoint.PAUSES_S": (0, 0),
-    "wedlm_jax.host.storage.PAUSES_S": (0,),
-}
+AT_ONCE = {"train.checkpoint.PAUSES_S": (0, 0), "wedlm_jax.host.storage.PAUSES_S": (0,)}
 
 
 @pytest.fixture

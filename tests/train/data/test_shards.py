@@ -129,8 +129,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path):
 def test_rows_of_other_sizes_or_of_another_tokenizer_are_refused(folder, tokenizer):
     sources = {str(folder): 1.0}
     with pytest.raises(
-        InputError,
-        match="row-length 128, but row_length is 256 in the recipe; set",
+        InputError, match="row-length 128, but row_length is 256 in the recipe; set"
     ):
         open_sources(recipe(sources, row_length=256), tokenizer, 0)
     with pytest.raises(InputError, match="block-size 32, but block_size is 16 in the recipe"):

@@ -160,12 +160,7 @@ def states(output):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("checkpoint_every", "failure"),
-    [
-        (100, Failed),
-        (2, Failed),
-        (100, CompilingInterrupted),
-    ],
+    ("checkpoint_every", "failure"), [(100, Failed), (2, Failed), (100, CompilingInterrupted)]
 )
 def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_on(
     finished, tokenizer_folder, tmp_path, monkeypatch, capsys, checkpoint_every, failure
