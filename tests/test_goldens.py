@@ -21,9 +21,10 @@ from tests.check_goldens import (
     as_decode_case,
     check_forward,
     check_train,
+    decode_cases,
+    decode_trace,
     read_decode_cases,
 )
-from tests.decode_harness import decode_cases, decode_trace
 from tests.forward_sizes import two_sizes, usual_sizes
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.engine.config import EngineConfig

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import benchmarks.attention
 import benchmarks.chunks
 import benchmarks.floor
 import benchmarks.gaps
 import benchmarks.pages
+import benchmarks.step
 import wedlm_jax.engine.settings
 from benchmarks.chunks import CHUNK, products_of
 from benchmarks.options import SHAPES
@@ -194,6 +196,9 @@ def test_a_shape_without_a_checkpoint(tmp_path, monkeypatch):
         (benchmarks.chunks.main, "--prompt-tokens 40000", "--prompt-tokens: expected 2048 to"),
         (benchmarks.gaps.main, "--questions nowhere.jsonl", "nowhere.jsonl"),
         (benchmarks.pages.main, "--output /no/such/pages.json", "no such folder"),
+        (benchmarks.step.main, "--lengths 512 100", "multiples of 32, not 100"),
+        (benchmarks.step.main, "--prompt-share 1.5", "between 0 and 1"),
+        (benchmarks.attention.main, "--heads 6 --kv-heads 4", "multiple of --kv-heads"),
     ],
 )
 def test_bad_options_are_refused(main, arguments, says):

@@ -3,7 +3,11 @@
 import asyncio
 import json
 
-from benchmarks.load_client import Ask, ask_all
+import pytest
+
+from benchmarks.load_client import Ask, Heard, ask_all
+from benchmarks.serve_load import BETWEEN, FIRST, draw_loads, load_of
+from wedlm_jax.errors import InputError
 
 REFUSAL = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
 
@@ -80,3 +84,25 @@ def test_refusals_and_errors_are_told():
     assert refused.error is not None
     assert refused.error.startswith("HTTP/1.1 400")
     assert broken.error == "it broke"
+
+
+def test_speeds_are_of_all_answers_together():
+    heard = [Heard([1] * 3, first, [0.5, 1.5], "length") for first in (1.0, 2.0, 9.0)]
+    load = load_of(2, heard, 4.5, (8.0, 4.0), 0.1)
+    assert (load["requests"], load["tokens/s"]) == (3, 2.0)
+    assert (load["of the job's"], load["of one as wide"]) == (0.25, 0.5)
+    times = [load[f"{what}, {how}"] for what in (FIRST, BETWEEN) for how in ("ms", "95 %")]
+    assert times == pytest.approx([2000, 8300, 1000, 1500])
+
+
+def test_a_call_that_failed_is_named():
+    heard = [Heard([1], finish_reason="stop"), Heard(error="it broke"), Heard(error="it too")]
+    with pytest.raises(InputError, match="2 calls failed; the first: it broke"):
+        load_of(1, heard, 1.0, (1.0, 1.0), 0.1)
+
+
+def test_times_are_drawn(tmp_path):
+    heard = [Heard([1] * 2, 1.0, [0.5], "length")]
+    draw_loads([load_of(n, heard, 1.0, (1.0, 1.0), 0.1) for n in (1, 4)], tmp_path / "load.svg")
+    drawn = (tmp_path / "load.svg").read_text(encoding="utf-8")
+    assert all(f"ms {what}" in drawn for what in (FIRST, BETWEEN))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import step
+from benchmarks import attention, step
 from benchmarks.step import (
     BLOCK_SIZE,
     SAMPLES,
@@ -137,18 +140,48 @@ def test_a_compiled_rival_finds_the_same(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [("--lengths 512 100", "multiples of 32, not 100"), ("--prompt-share 1.5", "between 0 and 1")],
-)
-def test_bad_options_are_refused(arguments, says):
-    with pytest.raises(InputError, match=says):
-        main(arguments.split())
-
-
 def test_steps_that_differ_end_with_status_1(monkeypatch, capsys):
     steps = {"a": Found(2.0, 4.0), "b": Found(2.0, 4.1)}
     monkeypatch.setattr(step, "steps_of", lambda *_, **__: steps)
     monkeypatch.setattr(step, "SHAPE", TINY)
     assert main(["--lengths", "32", "--rival"]) == 1
     assert capsys.readouterr().err.endswith("away from that by a; nothing was timed\n")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.full
+def test_backends_of_attention(tmp_path, capsys):
+    output = tmp_path / "attention.json"
+    arguments = "--lengths 64 128 --time-up-to 64 --heads 4 --head-dim 8 "
+    arguments += f"--attention dense streams --passes 2 --output {output}"
+    assert attention.main(arguments.split()) == 0
+    costs = json.loads(output.read_text())["attention"]
+    assert [(cost["way"], cost["length"]) for cost in costs] == [
+        ("dense", 64),
+        ("streams", 64),
+        ("dense", 128),
+        ("streams", 128),
+    ]
+    assert [len(cost["ms"]) for cost in costs] == [2, 2, 0, 0]
+    # Forward two products over all pairs, backward four.
+    dense, streams = costs[2:]
+    assert dense["GFLOP"] * 1e9 == 6 * 2 * 4 * 8 * (2 * 128) ** 2
+    assert streams["GFLOP"] < dense["GFLOP"]
+    assert 0 < streams["memory, MiB"] < dense["memory, MiB"]
+    assert "4 heads of 8, 2 KV heads, float32" in capsys.readouterr().out
+
+
+def test_as_a_command_a_refusal_is_a_sentence_and_status_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.attention", "--lengths", "100"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "python -m benchmarks.attention: --lengths: expected multiples of 32, not 100\n"
+    )

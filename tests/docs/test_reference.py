@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 
+import pytest
+
+from docs.drawings import DRAWINGS, FOLDER
+from docs.losses import main
 from docs.reference import PAGE, docstring, page, parser_of, signature, table
 from train.recipe.config import TrainConfig
 from wedlm_jax.__main__ import SUBCOMMANDS
@@ -50,6 +55,7 @@ def test_docstrings_become_lists():
         """
         raise NotImplementedError(one, other)
 
+    function.__annotations__ = {"one": "int", "other": "str | None", "return": "int"}
     assert docstring(function).split("\n") == [
         "Adds.",
         "",
@@ -68,3 +74,29 @@ def test_docstrings_become_lists():
 
 def test_a_bar_does_not_end_a_cell():
     assert table(("a",), [("<|x|>",)]).splitlines()[-1] == "| &lt;&#124;x&#124;> |"
+
+
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_a_drawing_is_up_to_date(name):
+    drawn = DRAWINGS[name]().svg()
+    kept = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+    assert kept == drawn, "run `python -m docs.drawings`"
+
+
+def test_there_are_no_others():
+    assert {file.stem for file in FOLDER.iterdir()} == set(DRAWINGS)
+
+
+def test_each_run_is_a_line_of_each_panel(tmp_path, capsys):
+    for name, offset in (("one", 0.0), ("two", 1.0)):
+        (tmp_path / name).mkdir()
+        lines = [{"step": n, "mlm_loss": 9 - n + offset, "ar_loss": 1.0} for n in range(1, 13)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+    plot = tmp_path / "out.svg"
+    assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--plot", str(plot)]) == 0
+    said = capsys.readouterr().out
+    assert "one: masked tokens 1.5000" in said
+    assert "two: masked tokens 2.5000" in said
+    drawn = plot.read_text()
+    assert all(text in drawn for text in (">one<", ">two<", "masked tokens", "next tokens"))

@@ -1,10 +1,12 @@
 """Runs whose folder is in a bucket: as on a disk, bit by bit, and killed at any moment."""
 
 import random
+import threading
 import time
 
 import pytest
 
+import train.checkpoint
 from tests.emulated_bucket import bucket as bucket
 from tests.emulated_bucket import clients
 from tests.examples.checkpoints import assert_same_bits, hf_values
@@ -16,11 +18,14 @@ from tests.examples.tiny_run import (
     tiny_recipe,
     write_recipe,
 )
+from tests.train.test_checkpoint import assert_is_step, biggest_file, read, state, write
+from train.checkpoint import Checkpoints
 from train.loop import train as run_training
 from train.recipe.config import DataSection, ModelSection
 from train.run_files import RunFiles
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf import HFCheckpoint
+from wedlm_jax.errors import STORAGE_FAILED, StorageFailure
 from wedlm_jax.host.storage import as_path
 
 LIMIT_S = 300
@@ -150,3 +155,188 @@ def wait_until(happened):
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+AT_ONCE = {"train.checkpoint.PAUSES_S": (0, 0), "wedlm_jax.host.storage.PAUSES_S": (0,)}
+
+
+@pytest.fixture
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(train.checkpoint, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
+
+
+def loop(path):
+    """A link to itself, which no one may open: an error as with EIO, ESTALE or EACCES."""
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)
+
+
+# --- states that cannot be written ---------------------------------------------------------
+
+
+def test_a_state_that_cannot_be_written_is_told_and_a_later_one_is(bucket, no_pauses, capsys):
+    folder = as_path(f"{bucket}/later")
+    checkpoints = Checkpoints(folder, 5)
+    checkpoints.save(state(2), whole=True)
+    assert not checkpoints.failed()
+    with bucket.refusing("POST .*later/4/default/", 403):
+        checkpoints.save(state(4))
+        deadline = time.monotonic() + LIMIT_S
+        while not checkpoints.failed():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert not checkpoints.failed()  # it is told once
+    assert checkpoints.steps() == [2]
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert "the state of step 4 could not be written (" in said.out
+    assert "Forbidden" in said.out
+    assert "; attempt 2 of 3 in 0 s" in said.out
+    checkpoints.save(state(5))
+    checkpoints.close()
+    assert_is_step(read(folder)[0], 5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["default/ocdbt.process_0/", "default/manifest", "commit_success"])
+def test_after_three_attempts_in_a_row_the_run_ends_and_the_last_whole_state_counts(
+    bucket, no_pauses, part
+):
+    folder = as_path(f"{bucket}/ends{len(part)}")
+    checkpoints = Checkpoints(folder, 5)
+    checkpoints.save(state(2))
+    with (
+        bucket.refusing(f"POST .*/4/{part}", 403),
+        pytest.raises(StorageFailure, match=r"step 4 could not .* last of 3 attempts; the same"),
+    ):
+        checkpoints.save(state(4), whole=True)
+    checkpoints.close()
+    assert_is_step(read(folder)[0], 2)
+    # A state that was written in between begins the count anew.
+    checkpoints = Checkpoints(folder, 5)
+    with bucket.refusing(f"POST .*/4/{part}", 403):
+        for step in (4, 4, 6, 4, 4, 8):
+            checkpoints.save(state(step))
+    checkpoints.close()
+    assert_is_step(read(folder)[0], 8)
+
+
+def test_where_nothing_can_be_written_no_thread_of_orbax_waits_for_it(tmp_path, no_pauses):
+    checkpoints = Checkpoints(tmp_path / "states", 5)
+    checkpoints.save(state(2), whole=True)
+    (tmp_path / "states").rename(tmp_path / "moved")
+    loop(tmp_path / "states")
+    before = threading.active_count()
+    with pytest.raises(StorageFailure, match=r"step 4 could not be written \(.*Too many levels"):
+        checkpoints.save(state(4), whole=True)
+    assert threading.active_count() == before
+    checkpoints.close()
+    assert_is_step(read(tmp_path / "moved")[0], 2)
+
+
+def ending(said):
+    return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
+
+
+@pytest.mark.full
+def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
+    bucket, finished, tokenizer_folder, tmp_path
+):
+    """The others stood still once, until somebody ended them."""
+    run = f"{bucket}/runs/refused"
+    config = tiny_recipe(run, tokenizer_folder, checkpoint_every=1)
+    recipe = write_recipe(config, tmp_path)
+
+    def statuses():
+        said = [tmp_path / f"{i}.txt" for i in range(2)]
+        common = ["--config", str(recipe), "--coordinator", f"localhost:{free_port()}"]
+        common += ["--num-processes", "2", "--process-id"]
+        for path in said:
+            path.unlink(missing_ok=True)
+        children = [
+            start_command([*common, str(i)], path, environment=clients(i), constants=AT_ONCE)
+            for i, path in enumerate(said)
+        ]
+        for child in children:
+            child.join(LIMIT_S)
+        statuses = [child.exitcode for child in children]
+        for child in children:
+            child.kill()
+        return statuses, [path.read_text() for path in said]
+
+    # One state is left out, the next is written; then none is.
+    with bucket.refusing("POST /host1/.*refused/checkpoints/[134]/", 403):
+        found, said = statuses()
+    assert found == [STORAGE_FAILED] * 2, said
+    assert "state of step 1 could not be written (host 1 of 2: PERMISSION_DENIED" in said[0]
+    for text in said:
+        [sentence] = ending(text)
+        assert "step 4 could not be written (host 1 of 2: PERMISSION_DENIED" in sentence
+        assert "Forbidden" in sentence
+    states = as_path(f"{run}/checkpoints")
+    assert (states / "2" / "commit_success.txt").exists()
+    assert not (states / "4" / "commit_success.txt").exists()
+
+    with bucket.refusing("GET /host1/.*refused/checkpoints/2/", 403):
+        found, said = statuses()
+    assert found == [STORAGE_FAILED] * 2, said
+    for text in said:
+        [sentence] = ending(text)
+        assert "host 1 of 2: gs://bucket/runs/refused/checkpoints/2/" in sentence
+        assert "cannot be read, and is left as it is (PERMISSION_DENIED" in sentence
+
+    found, said = statuses()
+    assert found == [0, 0], said
+    assert "resumed from step 2" in said[0]
+    assert not list(states.glob("*.damaged"))
+    for one, two in zip(metric_lines(finished), metric_lines(as_path(run)), strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+# --- states that cannot be read ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "the biggest"])
+def test_a_file_that_cannot_be_opened_is_not_taken_for_a_damaged_one(
+    tmp_path, no_pauses, name, capsys
+):
+    """A link to itself, which no one may open, as with EIO, ESTALE or EACCES."""
+    write(tmp_path, 2, 4)
+    file = biggest_file(tmp_path / "4") if name == "the biggest" else tmp_path / "4/default" / name
+    content = file.read_bytes()
+    loop(file)
+    with pytest.raises(
+        StorageFailure, match=r"/4/default: cannot be read, and is left as it is \("
+    ):
+        read(tmp_path)
+    assert capsys.readouterr().err.count("; asking again in 0 s") == 1
+    file.unlink()
+    file.write_bytes(content)
+    found, said = read(tmp_path)
+    assert_is_step(found, 4)
+    assert said == []
+
+
+def test_a_read_that_succeeds_the_second_time_is_told(bucket, no_pauses, capsys):
+    folder = as_path(f"{bucket}/states")
+    write(folder, 2)
+    with bucket.refusing("GET .*states/2/default/manifest.ocdbt", 403, times=1):
+        found, said = read(folder)
+    assert_is_step(found, 2)
+    assert said == []
+    told = capsys.readouterr().err
+    assert "states/2/default: PERMISSION_DENIED" in told
+    assert told.count("asking again in 0 s") == 1
+
+
+@pytest.mark.parametrize("request_", ["_METADATA", "manifest.ocdbt", "d/", ""])
+def test_a_bucket_that_refuses_is_not_taken_for_a_damaged_state(bucket, no_pauses, request_):
+    folder = as_path(f"{bucket}/refused{len(request_)}")
+    write(folder, 2)
+    with (
+        bucket.refusing(f"GET .*{folder.name}/2/default/{request_}", 403),
+        pytest.raises(StorageFailure, match=r"left as it is .*Forbidden"),
+    ):
+        read(folder)
+    assert_is_step(read(folder)[0], 2)

@@ -1,6 +1,12 @@
 """Several processes in one run, on this machine; and the options that start them."""
 
+import dataclasses
+import hashlib
+import importlib.metadata
 import json
+import shutil
+import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -9,20 +15,31 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from tests.examples.checkpoints import hf_values
+from tests.examples.data import EMBEDDED, ROW, documents, tokenised, write_jsonl
 from tests.examples.tiny_run import (
     free_port,
     metric_lines,
+    on_devices,
+    run_hosts,
+    run_until_killed,
     start_command,
     tiny_recipe,
     write_recipe,
 )
+from tests.train.test_checkpoint import read, write
+from train import agreement
+from train.agreement import agree, differences
+from train.data.batches import PhasedBatches
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import asked_questions, drawn_questions
 from train.program import objective_of
-from train.recipe.config import EvaluationSection
+from train.recipe.config import DataSection, EvaluationSection
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
+from wedlm_jax.checkpoint import orbax
 from wedlm_jax.checkpoint.model import load_checkpoint
+from wedlm_jax.checkpoint.orbax import DamagedCheckpoint, is_whole
+from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure
 from wedlm_jax.host.processes import LAUNCHERS
 from wedlm_jax.sharding import make_mesh
 
@@ -140,3 +157,275 @@ def test_options_that_do_not_go_together_are_refused(
     assert main(["train", "--config", str(recipe), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+QUICK = {"train.distributed.GRACE_S": 1.0}
+
+version = importlib.metadata.version
+
+
+def version_elsewhere(package):
+    return "0.0.1" if package == "jaxlib" else version(package)
+
+
+def sentences(said):
+    return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
+
+
+def listing(folder):
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"arguments_of": [["optimizer.learning_rate=0.01"], ["optimizer.learning_rate=0.02"]]},
+            "optimizer.learning_rate is 0.01 on host 0 and 0.02 on host 1",
+        ),
+        (
+            {"constants": [QUICK, {**QUICK, "importlib.metadata.version": version_elsewhere}]},
+            f"jaxlib is {version('jaxlib')} on host 0 and 0.0.1 on host 1",
+        ),
+    ],
+)
+def test_hosts_with_other_recipes_or_versions_are_all_told(
+    settings, sentence, tokenizer_folder, tmp_path
+):
+    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
+    statuses, said = run_hosts(["--config", str(recipe)], tmp_path, limit=LIMIT_S, **settings)
+    assert statuses == [2, 2], said
+    told = f"wedlm train: the 2 hosts of this run are not given the same: {sentence}"
+    assert [sentences(text) for text in said] == [[told], [told]]
+    assert not (tmp_path / "run").exists()
+
+
+def test_hosts_with_other_data_are_all_told(tmp_path):
+    """Each has a copy of its own, under the same name."""
+    content = []
+    for host in range(2):
+        folder = tmp_path / f"host{host}"
+        folder.mkdir()
+        records = write_jsonl(folder / "texts.jsonl", documents(20, seed=host))
+        tokenised([records], folder / "rows")
+        manifest = json.loads((folder / "rows" / "dataset.json").read_text())
+        content.append(f"{manifest['rows']} rows ({manifest['content'][:16]})")
+    data = DataSection(sources={"rows": 1.0}, tokenizer=str(EMBEDDED))
+    config = tiny_recipe(tmp_path / "run", None, data=data, row_length=ROW)
+    statuses, said = run_hosts(
+        ["--config", str(write_recipe(config, tmp_path))],
+        tmp_path,
+        limit=LIMIT_S,
+        folder=[tmp_path / "host0", tmp_path / "host1"],
+    )
+    assert statuses == [2, 2], said
+    for text in said:
+        [sentence] = sentences(text)
+        assert f"what rows holds is {content[0]} on host 0 and {content[1]} on host 1" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+class FailingBatches(PhasedBatches):
+    """Comes to a row that this host alone reads, and cannot."""
+
+    def __next__(self):
+        self.given = getattr(self, "given", 0) + 1
+        if self.given == 3:
+            raise InputError("rows-00000.arrayrecord: row 7 is damaged")
+        return super().__next__()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("host", [0, 1])
+def test_what_one_host_cannot_use_ends_all(host, tokenizer_folder, tmp_path):
+    """In the midst of training the other waits for it on its devices."""
+    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
+    constants = [QUICK, QUICK]
+    constants[host] = {**QUICK, "train.loop.PhasedBatches": FailingBatches}
+    statuses, said = run_hosts(
+        ["--config", str(recipe)], tmp_path, limit=LIMIT_S, constants=constants
+    )
+    assert statuses == [2, 2], said
+    sentence = "rows-00000.arrayrecord: row 7 is damaged"
+    assert sentences(said[host]) == [f"wedlm train: {sentence}"]
+    assert sentences(said[1 - host]) == [f"wedlm train: host {host} of 2: {sentence}"]
+    assert "Traceback" not in said[1 - host]
+
+
+# --- states --------------------------------------------------------------------------------
+
+
+class Late:
+    """Sees step 4 of a run's states some seconds after it was asked first, as some file systems
+    tell late of what another host has written."""
+
+    def __init__(self, seconds):
+        self._seconds, self._asked = seconds, 0.0
+
+    def __call__(self, step_folder):
+        self._asked = self._asked or time.monotonic()
+        late = time.monotonic() < self._asked + self._seconds
+        return is_whole(step_folder) and not (step_folder.name == "4" and late)
+
+
+class TooEarly:
+    """Reads a state before its files are there, so often; then it does not."""
+
+    def __init__(self, times):
+        self._times = times
+
+    def __call__(self, folder, like):
+        self._times -= 1
+        if self._times >= 0:
+            raise DamagedCheckpoint(f"{folder}: damaged or not an orbax checkpoint")
+
+
+def few_files(folder):
+    return {"_METADATA": 7}
+
+
+@pytest.fixture(scope="module")
+def stopped(tokenizer_folder, tmp_path_factory):
+    """A run with states of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("runs") / "stopped"
+    config = tiny_recipe(folder, tokenizer_folder, steps=5, checkpoint_every=2)
+    with pytest.MonkeyPatch.context() as patch:
+        on_devices(patch, 1)
+        run_until_killed(config, 4)
+    return config
+
+
+def copy_of(config, folder):
+    shutil.copytree(config.output, folder / "run")
+    return dataclasses.replace(config, output=str(folder / "run"))
+
+
+def resumed(config, tmp_path, constants, within):
+    """Goes on with a run on two hosts, of which the second sees something else."""
+    own = [
+        {**QUICK, "train.agreement.SEEN_WITHIN_S": within, "train.checkpoint.SEEN_WITHIN_S": within}
+        for _ in range(2)
+    ]
+    own[1] |= constants
+    recipe = write_recipe(config, tmp_path)
+    return run_hosts(["--config", str(recipe)], tmp_path, limit=LIMIT_S, constants=own)
+
+
+@pytest.mark.full
+def test_a_host_that_sees_a_state_late_goes_on_with_the_others(stopped, tmp_path):
+    config = copy_of(stopped, tmp_path)
+    late = Late(2.0)
+    constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
+    statuses, said = resumed(config, tmp_path, constants, within=60.0)
+    assert statuses == [0, 0], said
+    assert "resumed from step 4" in said[0]
+    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
+
+
+@pytest.mark.full
+def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(stopped, tmp_path):
+    config = copy_of(stopped, tmp_path)
+    before, late = listing(tmp_path / "run"), Late(1000.0)
+    constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
+    statuses, said = resumed(config, tmp_path, constants, within=1.0)
+    assert statuses == [2, 2], said
+    for text in said:
+        [sentence] = sentences(text)
+        assert sentence.endswith("the newest whole state is 4 on host 0 and 2 on host 1")
+    assert listing(tmp_path / "run") == before
+
+
+@pytest.mark.full
+def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(stopped, tmp_path):
+    """It was once, and the run went on from the state before."""
+    config = copy_of(stopped, tmp_path)
+    constants = {
+        "wedlm_jax.checkpoint.orbax.check_state": TooEarly(100),
+        "wedlm_jax.checkpoint.orbax.file_sizes": few_files,
+    }
+    statuses, said = resumed(config, tmp_path, constants, within=1.0)
+    assert statuses == [STORAGE_FAILED] * 2, said
+    for text in said:
+        [sentence] = sentences(text)
+        assert "checkpoints/4: is left as it is, because after 1 s host 1 of 2 " in sentence
+        assert "still sees 1 files of 7 bytes" in sentence
+    constants = {"wedlm_jax.checkpoint.orbax.check_state": TooEarly(1)}
+    statuses, said = resumed(config, tmp_path, constants, within=1.0)
+    assert statuses == [0, 0], said
+    assert said[0].count("reading it once more") == 1
+    assert "resumed from step 4" in said[0]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
+
+
+class ReadsOldRows:
+    """A file system that keeps what was read of a file, for some seconds."""
+
+    def __init__(self, seconds):
+        self._seconds, self._asked = seconds, 0.0
+
+    def __call__(self, path):
+        self._asked = self._asked or time.monotonic()
+        old = time.monotonic() < self._asked + self._seconds
+        return "old" if old else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.full
+def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder, tmp_path):
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
+    recipe = ["--config", str(write_recipe(config, tmp_path))]
+    soon = {**QUICK, "train.run_files.SEEN_WITHIN_S": 1.0}
+    old = {**soon, "train.run_files._digest": ReadsOldRows(1000.0)}
+    statuses, said = run_hosts(recipe, tmp_path, limit=LIMIT_S, constants=[soon, old])
+    assert statuses == [2, 2], said
+    for text in said:
+        [sentence] = sentences(text)
+        assert "rows.npz: what host 0 of 2 wrote there is not what host 1 reads" in sentence
+
+
+def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
+    write(tmp_path, 2, 4)
+
+    def full(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(orbax.ocp.StandardCheckpointHandler, "restore", full)
+    with pytest.raises(MemoryError):
+        read(tmp_path)
+    assert (tmp_path / "4").is_dir()
+
+
+def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(stopped, monkeypatch):
+    assert agree(stopped) == [4, 2]
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with pytest.raises(StorageFailure, match=r"checkpoints: cannot be read, and is left as it is"):
+        agree(stopped)
+
+
+def test_a_difference_names_the_hosts_and_their_values():
+    first = {"seed": "1", "jax": "0.10.2", "steps": "4"}
+    others = [{}, {"seed": "2"}, {}, {"seed": "2", "jax": "0.10.1"}, {}]
+    others += [{"jax": "0.10.1"} for _ in range(5)]
+    assert differences(first, others) == (
+        "the 10 hosts of this run are not given the same: seed is 1 on hosts 0, 2, 4, 5 and 4 more "
+        "and 2 on hosts 1, 3; jax is 0.10.2 on hosts 0, 1, 2, 4 and 0.10.1 on hosts 3, 5, 6, 7 "
+        "and 2 more"
+    )
+
+
+def test_what_a_run_starts_from_is_told_by_its_content(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(300_000))
+    config = tiny_recipe(tmp_path / "run", None)
+    config.model.init_from = str(tmp_path)
+    found = agreement._start(config, [])
+    assert agreement._start(config, [2]) == "not asked"
+    for place in (0, 150_000, 299_999):
+        content = bytearray(300_000)
+        content[place] = 1
+        (tmp_path / "model.safetensors").write_bytes(content)
+        assert agreement._start(config, []) != found

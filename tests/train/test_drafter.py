@@ -12,13 +12,7 @@ from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
 from tests.examples.training import TINY
 from train.loop import train as run_training
-from train.recipe.config import (
-    DrafterSection,
-    EvaluationSection,
-    LoraSection,
-    ModelSection,
-    load_config,
-)
+from train.recipe.config import DrafterSection, EvaluationSection, LoraSection, ModelSection
 from train.step_cost import model_flops, program_flops
 from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.checkpoint.convert import convert
@@ -197,21 +191,6 @@ def test_the_files_are_pefts(run):
     assert values[name + "A.weight"].shape == (4, 16)
     assert np.abs(values[name + "B.weight"]).max() > 0
     assert values["base_model.model.mask_embedding"].shape == (16,)
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        (["lora.rank=0"], "objective drafter trains adapters; give lora.rank"),
-        (["drafter.window_size=1"], "drafter.window_size must be at least 2"),
-        (["evaluation.questions=x.jsonl"], "a drafter never changes an answer"),
-    ],
-)
-def test_recipes_that_make_no_drafter_are_refused(changes, sentence, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("objective: drafter\nlora: {rank: 4}\nmodel: {init_from: x}\n")
-    with pytest.raises(InputError, match=sentence):
-        load_config(path, changes)
 
 
 def test_products_are_those_counted_by_hand():

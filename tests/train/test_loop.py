@@ -2,26 +2,37 @@
 
 import dataclasses
 import json
+import os
+import random
 import shutil
+import signal
+import time
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.interrupted import interrupted
 from tests.examples.tiny_run import (
     ARCHITECTURE,
+    call_before_step,
     metric_lines,
     on_devices,
     run_until_killed,
+    start_command,
     tiny_recipe,
+    write_recipe,
 )
+from tests.train.test_checkpoint import biggest_file, flip
+from train.distributed import AgreedStop
+from train.loop import RunStopped
 from train.loop import train as run_training
 from train.recipe.config import ModelSection, OptimizerSection
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.config import read_config_json
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import TERMINATED, InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -190,3 +201,178 @@ def test_a_kernel_for_other_devices_is_refused_before_anything_is_loaded(
     recipe.loss.attention = "splash"
     with pytest.raises(InputError, match="'splash' is for TPUs, not for 'cpu'"):
         run_training(recipe)
+
+
+LIMIT_S = 300
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
+def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
+    finished, tokenizer_folder, tmp_path, monkeypatch, capsys, number
+):
+    config = tiny_recipe(tmp_path, tokenizer_folder)
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        call_before_step(patch, 1, lambda: os.kill(os.getpid(), number))
+        with pytest.raises(RunStopped, match="stopped after step 2") as stopped:
+            run_training(config)
+    assert stopped.value.status == 128 + number
+    assert signal.getsignal(number) is before
+    capsys.readouterr()
+    run_training(config)
+    assert "resumed from step 2" in capsys.readouterr().out
+    assert metric_lines(tmp_path) == metric_lines(finished)
+    assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
+
+
+def test_a_second_ctrl_c_does_not_wait(capsys):
+    with AgreedStop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capsys.readouterr().err.splitlines() == [
+        "stopping when the step under way is done and the state is saved; "
+        "Ctrl-C again stops at once",
+        "stopping at once",
+    ]
+
+
+@pytest.mark.full
+def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
+    finished, tokenizer_folder, tmp_path
+):
+    whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, log_every=3)
+    run_training(whole)
+    [three, last] = metric_lines(tmp_path / "whole")
+    steps = metric_lines(finished)
+    assert (three["step"], last) == (3, steps[3])
+    # Every micro-batch has its own number of targets, so the mean lies near the plain one.
+    plain = sum(line["ar_loss"] for line in steps[:3]) / 3
+    assert three["ar_loss"] == pytest.approx(plain, rel=2e-3)
+    assert three["gradient_norm"] == pytest.approx(
+        sum(line["gradient_norm"] for line in steps[:3]) / 3
+    )
+    config = tiny_recipe(tmp_path / "cut", tokenizer_folder, log_every=3, checkpoint_every=2)
+    run_until_killed(config, 2)
+    run_training(config)
+    assert metric_lines(tmp_path / "cut") == metric_lines(tmp_path / "whole")
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(
+    finished, tokenizer_folder, tmp_path, capsys
+):
+    config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=1)
+    run_until_killed(config, 3)
+    flip(biggest_file(tmp_path / "checkpoints" / "3"))
+    capsys.readouterr()
+    run_training(config)
+    said = capsys.readouterr().out
+    assert "is set aside" in said
+    assert "resumed from step 2" in said
+    assert metric_lines(tmp_path) == metric_lines(finished)
+    assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_the_same_data_on_another_mesh(
+    finished, tokenizer_folder, tmp_path, monkeypatch
+):
+    config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=2)
+    run_until_killed(config, 2)
+    on_devices(monkeypatch, 2)
+    run_training(config)
+    for moved, stayed in zip(metric_lines(tmp_path), metric_lines(finished), strict=True):
+        assert moved["step"] == stayed["step"]
+        assert moved["loss"] == pytest.approx(stayed["loss"], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kills", "steps"), [(3, 12), (10, 30)])
+def test_a_run_killed_again_and_again_is_the_run_that_was_never_killed(
+    finished, tokenizer_folder, tmp_path, kills, steps
+):
+    whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, steps=steps, checkpoint_every=3)
+    killed = tiny_recipe(tmp_path / "killed", tokenizer_folder, steps=steps, checkpoint_every=3)
+    recipes = [
+        ["--config", str(write_recipe(config, tmp_path / name))]
+        for name, config in (("a", whole), ("b", killed))
+    ]
+    unbroken = start_command(recipes[0], tmp_path / "whole.txt")
+    unbroken.join(LIMIT_S)
+    assert unbroken.exitcode == 0, (tmp_path / "whole.txt").read_text()
+
+    chance = random.Random(1)
+    for _ in range(kills):
+        child = start_command(recipes[1], tmp_path / "killed.txt")
+        wait_for_records(tmp_path / "killed", chance.randint(0, 3))
+        time.sleep(chance.random() * 0.3)
+        assert child.exitcode is None, (tmp_path / "killed.txt").read_text()
+        child.kill()
+        child.join()
+    last = start_command(recipes[1], tmp_path / "killed.txt")
+    last.join(LIMIT_S)
+    assert last.exitcode == 0, (tmp_path / "killed.txt").read_text()
+    assert metric_lines(tmp_path / "killed") == metric_lines(tmp_path / "whole")
+    values = (hf_values(tmp_path / name / "hf") for name in ("killed", "whole"))
+    assert_same_bits(*values)
+
+
+def wait_for_records(output, more):
+    """Until the run that has just begun has logged so many steps; not at all for 0."""
+    path = output / "metrics.jsonl"
+    deadline, seen, counted = time.monotonic() + LIMIT_S, None, 0
+    while counted < more and time.monotonic() < deadline:
+        size = path.stat().st_size if path.exists() else 0
+        # A resumed run first cuts the file back, so growth is what is counted.
+        if seen is not None and size > seen:
+            counted += 1
+        seen = size
+        time.sleep(0.01)
+
+
+@pytest.mark.full
+def test_sigterm_ends_the_command_with_its_own_status(tokenizer_folder, tmp_path):
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder, steps=10_000)
+    recipe = write_recipe(config, tmp_path)
+    child = start_command(["--config", str(recipe)], tmp_path / "said.txt")
+    wait_for_records(tmp_path / "run", 2)
+    child.terminate()
+    child.join(LIMIT_S)
+    said = (tmp_path / "said.txt").read_text()
+    assert child.exitcode == TERMINATED, said
+    assert "the same command goes on from there" in said
+    assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+
+
+def test_a_folder_that_a_run_trains_in_is_no_other_run_s(
+    finished, tokenizer_folder, tmp_path, monkeypatch
+):
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
+    recipe, said, found = write_recipe(config, tmp_path), tmp_path / "said", []
+
+    def begin_another():
+        child = start_command(["--config", str(recipe)], said)
+        child.join(LIMIT_S)
+        found.append(child.exitcode)
+
+    with monkeypatch.context() as patch:
+        call_before_step(patch, 1, begin_another)
+        run_training(config)
+    assert found == [2]
+    assert f"another process is training in {tmp_path / 'run'}" in said.read_text()
+    assert metric_lines(tmp_path / "run") == metric_lines(finished)
+
+
+@pytest.mark.full
+def test_a_run_ends_and_says_where_it_goes_on(tokenizer_folder, tmp_path):
+    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
+    status, said = interrupted(tmp_path, "step", "train", "--config", str(recipe))
+    assert status == 130, said
+    assert said.splitlines()[-1] == (
+        "wedlm train: interrupted while compiling; the same command goes on from the newest state, "
+        "or starts over if there is none"
+    )
+    assert not list((tmp_path / "run").glob("checkpoints/*"))

@@ -131,16 +131,11 @@ def test_a_system_message_beside_a_conversation_is_its_first(tmp_path, record):
         {"messages": [SYSTEM, *TURNS], "system": "Be brief."},
         {**record, "system": ""},
         {"messages": TURNS},
-        {"messages": [SYSTEM, *TURNS], "system": "Be long."},
-        {**record, "system": ["Be brief."]},
     ]
     samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records))
     tokens = [sample.tokens.tolist() for sample in samples]
     assert tokens[0] == tokens[1] == tokens[2] != tokens[3] == tokens[4]
-    assert [(what.line, what.reason) for what in malformed] == [
-        (6, "two system messages"),
-        (7, "wrong type"),
-    ]
+    assert not malformed
 
 
 def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(tmp_path, with_tools):
@@ -192,43 +187,35 @@ def unread_of(path):
     return [MAKER.make(chunk).unread for chunk in chunks_of(path)]
 
 
-def test_a_key_that_nothing_reads_is_counted_and_one_that_matters_is_not_dropped(tmp_path):
+def test_a_key_that_nothing_reads_is_counted(tmp_path):
     noted = [{**turn, "note": 1} for turn in SHAREGPT]
     records = [
         {"text": "a", "id": 1},
         {"text": "b", "id": 2, "source": "web"},
-        {"messages": CHAT, "prompt": "Count to 3."},
+        {"text": "a", "output": "b", "input": "c"},
+        {"messages": CHAT, "prompt": "Count to 3."},  # no pair
         {"conversations": noted, "id": 3},
-        {"text": "a", "system": "Be brief."},
-        {"text": "a", "tools": TOOLS},
-        {"text": "a", "trainable": [1]},
-        {"messages": CHAT, "trainable": [1]},
-        {"token_ids": [1], "system": "Be brief."},
-        {"messages": [*CHAT[:-1], {**CHAT[-1], "weight": 0}]},
-        {"conversations": [*SHAREGPT[:-1], {**SHAREGPT[-1], "weight": 0}]},
         {"messages": [*CHAT[:-1], {**CHAT[-1], "weight": 1}]},
-        {"prompt": "Count to 3.", "completion": "1, 2, 3"},
-        {"instruction": "Count to 3.", "input": "", "output": "1, 2, 3", "system": "Be brief."},
     ]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     samples, malformed, _ = made_of(path)
-    assert len(samples) == 7
-    assert [(what.line, what.reason) for what in malformed] == [
-        *((line, "unused key") for line in range(5, 10)),
-        (10, "not supported"),
-        (11, "not supported"),
-    ]
-    assert unread_of(path) == [{"id": 3, "source": 1, "prompt": 1, "conversations.note": 1}]
+    assert (len(samples), malformed) == (6, [])
+    read = {"id": 3, "source": 1, "output": 1, "input": 1, "prompt": 1, "conversations.note": 1}
+    assert unread_of(path) == [read]
 
 
+UNUSED = {"system": "Be brief.", "tools": TOOLS, "trainable": [1]}
 LONG_CHAT = [*CHAT[:2], {"role": "assistant", "content": "one two " * ROW}]
+PAIR = {"prompt": "Count to 3.", "completion": "1, 2, 3"}
 RECORDS = [
     ({}, "missing key"),
     ({"prompt": "a"}, "missing key"),
     ({"text": "a", "messages": CHAT}, "several formats"),
+    ({**PAIR, "text": "c"}, "several formats"),
     ({"text": 3}, "wrong type"),
     ({"text": ""}, "empty"),
     ({"text": "half \ud83d"}, "not UTF-8"),
+    *(({"text": "a", name: value}, "unused key") for name, value in UNUSED.items()),
     ({"messages": []}, "wrong type"),
     ({"messages": "hello"}, "wrong type"),
     ({"messages": ["hello"]}, "wrong type"),
@@ -236,12 +223,32 @@ RECORDS = [
     ({"messages": [{"role": "assistant", "content": None}]}, "wrong type"),
     ({"messages": CHAT[:2]}, "no assistant turn"),
     ({"messages": LONG_CHAT}, "longer than a row"),
+    ({"messages": CHAT, "trainable": [1]}, "unused key"),
+    ({"messages": [*CHAT[:-1], {**CHAT[-1], "weight": 0}]}, "not supported"),
+    ({"messages": [*CHAT, {"role": "asistant", "content": "b"}]}, "unknown role: 'asistant' of me"),
+    ({"messages": [SYSTEM, *TURNS], "system": "Be long."}, "two system messages"),
+    ({"messages": TURNS, "system": ["Be brief."]}, "wrong type"),
+    ({"conversations": SHAREGPT, "system": ["Be brief."]}, "wrong type"),
+    (
+        {"conversations": [{"from": "robot", "value": "Hi."}]},
+        "unknown speaker: 'from' of turn 1 mu",
+    ),
+    ({"conversations": [{"from": "human"}]}, "wrong type"),
+    ({"conversations": [{"from": ["human"], "value": "Hi."}]}, "unknown speaker"),
+    ({"conversations": {}}, "wrong type"),
+    ({"conversations": ["hello"]}, "wrong type"),
+    ({"conversations": SHAREGPT[:1]}, "no assistant turn"),
+    ({"conversations": [*SHAREGPT[:-1], {**SHAREGPT[-1], "weight": 0}]}, "not supported"),
+    ({**PAIR, "completion": ""}, "empty"),
+    ({**PAIR, "prompt": ["a"]}, "wrong type"),
+    ({"instruction": "Count to 3.", "input": 5, "output": "1"}, "wrong type"),
     ({"token_ids": []}, "empty"),
     ({"token_ids": "12"}, "wrong type"),
     ({"token_ids": [1, 2.5]}, "wrong type"),
     ({"token_ids": [1, True]}, "wrong type"),
     ({"token_ids": [1, 10**12]}, "unknown token"),
     ({"token_ids": [-1]}, "unknown token"),
+    ({"token_ids": [1], "system": "Be brief."}, "unused key"),
     ({"token_ids": [1, 2], "trainable": [1]}, "wrong length"),
     ({"token_ids": [1, 2], "trainable": [0, 7]}, "wrong type"),
     ({"token_ids": [1, 2], "trainable": [0, 0]}, "nothing to train on"),
@@ -256,9 +263,9 @@ def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(tmp_
     good = {"token_ids": [1, 2, 3]}
     path = write_jsonl(tmp_path / "a.jsonl", [r for record, _ in RECORDS for r in (record, good)])
     samples, malformed, records = made_of(path)
-    assert [(what.line, what.reason) for what in malformed] == [
-        (2 * number + 1, reason) for number, (_, reason) in enumerate(RECORDS)
-    ]
+    assert [what.line for what in malformed] == list(range(1, 2 * len(RECORDS), 2))
+    for what, (_, reason) in zip(malformed, RECORDS, strict=True):
+        assert f"{what.reason}: {what.detail}".startswith(reason), what
     assert len(samples) == len(RECORDS)
     assert records == 2 * len(RECORDS)
 
@@ -295,6 +302,7 @@ def test_lines_that_are_no_json_or_no_text_are_named(tmp_path, monkeypatch):
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
+    pytest.importorskip("pyarrow")
     packed = gzip.compress(b'{"token_ids": [1]}\n' * 5000)
     contents = {
         "empty.jsonl": (b"", "the file is empty"),
@@ -305,6 +313,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         "plain.jsonl.gz": (b'{"token_ids": [1]}\n', "the compressed data is damaged"),
         "other.arrayrecord": (b"no records" * 100, "not an ArrayRecord file"),
         "short.arrayrecord": (b"no records", "not an ArrayRecord file"),
+        "cut.parquet": (b"PAR1 no more", "not a Parquet file"),
     }
     for name, (content, reason) in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -329,79 +338,44 @@ def test_compressed_lines_and_records_of_a_file_are_read_alike(tmp_path):
         assert sum(chunk.bytes_read for chunk in chunks_of(tmp_path / name)) == size
 
 
-def test_parquet_rows_are_read_where_pyarrow_is_installed(tmp_path):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
-
-    texts = ["one", None, "three"]
-    table = pyarrow.table({"text": texts, "token_ids": [None, [4, 5], None], "id": [1, 2, 3]})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    samples, malformed, records = made_of(tmp_path / "a.parquet")
-    assert [sample.tokens.tolist() for sample in samples] == [
-        [*ids("one"), END],
-        [4, 5],
-        [*ids("three"), END],
-    ]
-    assert (malformed, records) == ([], 3)
-    assert unread_of(tmp_path / "a.parquet") == [{"id": 2}, {"id": 1}]
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 no more")
-    assert [what.reason for what in made_of(tmp_path / "b.parquet")[1]] == ["not a Parquet file"]
-
-
 def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path):
+    """As a table every row has all columns, and every message all fields."""
     parquet = pytest.importorskip("pyarrow.parquet")
-    import pyarrow
+    import pyarrow as pa
 
     named = [{**turn, "name": "me"} if turn["role"] == "user" else turn for turn in CHAT]
     given = [
-        {"messages": CHAT},
+        {"messages": CHAT, "id": 1},
         {"text": "A text."},
         {"messages": named},
         {"token_ids": [4, 5, 6]},
         {"token_ids": [7, 8], "trainable": [False, True]},
+        {"instruction": "Count to 3.", "output": "1, 2, 3", "id": 7},
+        {"instruction": "Count", "input": "to 3.", "output": "1, 2, 3"},
         {"text": ""},
         {"other": 1},
     ]
+    text, number = pa.string(), pa.int32()
+    message = pa.struct([(field, text) for field in ("role", "content", "name")])
+    columns = {"messages": pa.list_(message), "text": pa.large_string(), "other": pa.int8()}
+    columns |= {"token_ids": pa.list_(number), "trainable": pa.list_(pa.bool_()), "id": number}
+    columns |= dict.fromkeys(("instruction", "input", "output"), text)
     write_jsonl(tmp_path / "a.jsonl", given)
-    # As a table every row has all columns, and every message all fields.
-    parquet.write_table(
-        pyarrow.Table.from_pylist(
-            given,
-            pyarrow.schema(
-                [
-                    (
-                        "messages",
-                        pyarrow.list_(
-                            pyarrow.struct(
-                                [(field, pyarrow.string()) for field in ("role", "content", "name")]
-                            )
-                        ),
-                    ),
-                    ("text", pyarrow.large_string()),
-                    ("token_ids", pyarrow.list_(pyarrow.int32())),
-                    ("trainable", pyarrow.list_(pyarrow.bool_())),
-                    ("other", pyarrow.int8()),
-                ]
-            ),
-        ),
-        tmp_path / "a.parquet",
-        row_group_size=3,
-    )
+    table = pa.Table.from_pylist(given, pa.schema(list(columns.items())))
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
     opened = (records(chunk) for chunk in chunks_of(tmp_path / "a.parquet"))
-    read = [record for chunk in opened for _, record in chunk]
-    assert read == [*given[:-1], {}]
-    (samples, malformed, count), (table, table_malformed, table_count) = (
+    kept = [{k: x for k, x in one.items() if k not in ("id", "other")} for one in given]
+    assert [record for chunk in opened for _, record in chunk] == kept
+    (samples, malformed, count), (others, other_malformed, other_count) = (
         made_of(tmp_path / name) for name in ("a.jsonl", "a.parquet")
     )
-    assert count == table_count == len(given)
-    for one, other in zip(samples, table, strict=True):
+    assert count == other_count == len(given)
+    for one, other in zip(samples, others, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.trainable, other.trainable)
-    assert (
-        [(bad.line, bad.reason) for bad in table_malformed]
-        == [(bad.line, bad.reason) for bad in malformed]
-        == [(6, "empty"), (7, "missing key")]
-    )
+    wrong = [[(bad.line, bad.reason) for bad in some] for some in (malformed, other_malformed)]
+    assert wrong == [[(8, "empty"), (9, "missing key")]] * 2
+    assert unread_of(tmp_path / "a.parquet") == [{"id": 1}, {"id": 1}, {}]
 
 
 def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path):
@@ -426,33 +400,13 @@ def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path):
 
 
 def test_sharegpt_conversations_are_the_same_conversations(tmp_path):
-    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
-    turns = [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in CHAT]
-    records = [
-        {"messages": CHAT},
-        {"conversations": turns},
-        {"conversations": [{"from": "robot", "value": "Hi."}]},
-        {"conversations": [{"from": "human"}]},
-        {"conversations": [{"from": ["human"], "value": "Hi."}]},
-        {"conversations": {}},
-        {"conversations": ["hello"]},
-        {"conversations": turns[:2]},
-    ]
-    path = write_jsonl(tmp_path / "a.jsonl", records)
-    (one, other), malformed, _ = made_of(path)
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert one.trainable.tolist() == other.trainable.tolist()
-    assert [(what.line, what.reason) for what in malformed] == [
-        (3, "unknown speaker"),
-        (4, "wrong type"),
-        (5, "unknown speaker"),
-        (6, "wrong type"),
-        (7, "wrong type"),
-        (8, "no assistant turn"),
-    ]
-    assert malformed[0].detail.startswith("'from' of turn 1 must be one of system, human")
-    chats = SampleMaker(SampleOptions(str(EMBEDDED), ROW, format="chat"))
-    assert len(made_of(path, chats)[0]) == 2
+    turns = [{"from": "system", "value": SYSTEM["content"]}, *SHAREGPT]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"conversations": turns}])
+    for maker in (MAKER, SampleMaker(SampleOptions(str(EMBEDDED), ROW, format="chat"))):
+        (one, other), malformed, _ = made_of(path, maker)
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.trainable.tolist() == other.trainable.tolist()
+        assert not malformed
 
 
 def test_a_dataset_of_hugging_face_is_read_as_its_records(tmp_path, monkeypatch):
@@ -487,45 +441,25 @@ def test_a_dataset_of_hugging_face_is_read_as_its_records(tmp_path, monkeypatch)
 
 
 PAIR_RECORDS = [
-    {"prompt": "Count to 3.", "completion": "1, 2, 3"},
+    PAIR,
     {"instruction": "Count to 3.", "input": "", "output": "1, 2, 3"},
     {"instruction": "Count to 3.", "output": "1, 2, 3", "id": 7},
     {"instruction": "Count", "input": "to 3.", "output": "1, 2, 3"},
-    {"prompt": "Count to 3.", "completion": "1, 2, 3", "system": "Be brief."},
-    {"prompt": "Count to 3.", "completion": ""},
-    {"prompt": ["a"], "completion": "b"},
-    {"prompt": "Count to 3."},
-    {"instruction": "Count to 3.", "input": 5, "output": "1"},
-    {"prompt": "a", "completion": "b", "text": "c"},
+    {**PAIR, "system": "Be brief."},
 ]
 
 
 def test_a_prompt_and_its_completion_are_two_turns_of_the_template(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS)
     said = {"role": "assistant", "content": "1, 2, 3"}
-    chats = [
-        [{"role": "user", "content": "Count to 3."}, said],
-        [{"role": "user", "content": "Count\n\nto 3."}, said],
-        [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Count to 3."},
-            said,
-        ],
-    ]
-    expected = made_of(write_jsonl(tmp_path / "b.jsonl", [{"messages": one} for one in chats]))[0]
+    asked = [{"role": "user", "content": text} for text in ("Count to 3.", "Count\n\nto 3.")]
+    chats = [{"messages": [*turns, said]} for turns in (asked[:1], asked[1:], [SYSTEM, asked[0]])]
+    expected = made_of(write_jsonl(tmp_path / "b.jsonl", chats))[0]
     samples, malformed, _ = made_of(path)
-    order = [0, 0, 0, 1, 2]
-    assert [one.tokens.tolist() for one in samples] == [expected[i].tokens.tolist() for i in order]
-    assert [one.trainable.tolist() for one in samples] == [
-        expected[i].trainable.tolist() for i in order
-    ]
-    assert [(what.line, what.reason) for what in malformed] == [
-        (6, "empty"),
-        (7, "wrong type"),
-        (8, "missing key"),
-        (9, "wrong type"),
-        (10, "several formats"),
-    ]
+    assert not malformed
+    for one, i in zip(samples, [0, 0, 0, 1, 2], strict=True):
+        assert one.tokens.tolist() == expected[i].tokens.tolist()
+        assert one.trainable.tolist() == expected[i].trainable.tolist()
 
 
 @pytest.mark.parametrize(("on_prompt", "ends"), [(False, 1), (True, 3)])
@@ -543,7 +477,7 @@ def test_a_pair_is_plain_text_without_a_template(tmp_path, on_prompt, ends):
         end_tokens=ends - 1,
         document_end="<|endoftext|>",
     )
-    path = write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS[:5])
+    path = write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS)
     samples, malformed, _ = made_of(path, SampleMaker(options))
     after = [*ids("1, 2, 3"), *[END] * ends]
     for sample, prompt in zip(samples, ["Count to 3."] * 3 + ["Count\n\nto 3."], strict=True):
@@ -551,28 +485,3 @@ def test_a_pair_is_plain_text_without_a_template(tmp_path, on_prompt, ends):
         assert sample.tokens.tolist() == before + after
         assert sample.trainable.tolist() == [on_prompt] * len(before) + [True] * len(after)
     assert [(what.line, what.reason) for what in malformed] == [(5, "unused key")]
-
-
-def test_a_prompt_beside_messages_is_not_a_pair(tmp_path):
-    records = [{"prompt": "a", "messages": CHAT}, {"text": "a", "output": "b", "input": "c"}]
-    samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records))
-    assert (len(samples), malformed) == (2, [])
-
-
-def test_pairs_of_a_table_are_those_of_lines(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(PAIR_RECORDS[1:4]), tmp_path / "a.parquet")
-    ours, malformed, _ = made_of(tmp_path / "a.parquet")
-    theirs, _, _ = made_of(write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS[1:4]))
-    assert [one.tokens.tolist() for one in ours] == [one.tokens.tolist() for one in theirs]
-    assert not malformed
-
-
-def test_a_role_that_no_template_knows_leaves_the_record_out(tmp_path):
-    wrong = [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": [*CHAT, *wrong]}])
-    samples, malformed, _ = made_of(path)
-    assert len(samples) == 1
-    assert [(what.line, what.reason) for what in malformed] == [(2, "unknown role")]
-    assert malformed[0].detail.startswith(f"'asistant' of messages[{len(CHAT) + 1}]; there are ")

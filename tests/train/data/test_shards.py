@@ -11,20 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from examples.embedded.corpus import generate
-from tests.examples.data import BLOCK, EMBEDDED, ROW, documents, tokenised, write_jsonl
+from tests.examples.data import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.batches import TrainBatches
 from train.data.manifest import read_manifest, tokenizer_fingerprint
 from train.data.shards import ShardRows, decode_row, encode_row
 from train.data.show import read_rows
 from train.data.sources import check_sources, open_sources
 from train.data.tokenizer import train_tokenizer
-from train.recipe.config import (
-    DataSection,
-    EvaluationSection,
-    PhaseSection,
-    TrainConfig,
-    load_config,
-)
+from train.recipe.config import DataSection, EvaluationSection, PhaseSection, TrainConfig
+from wedlm_jax.__main__ import main
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, row_arrays
 
@@ -187,24 +182,41 @@ def test_a_run_reads_its_sources_by_weight(folder, tokenizer, tmp_path, capsys):
     assert int(read[0].positions.max()) <= ROW
 
 
-def test_weights_and_settings_that_make_no_sense_are_refused(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    for data, sentence in (
-        ("{sources: {a: 0}, tokenizer: t}", "the share of a must be above 0, not 0"),
-        ("{sources: {a: -1.5}, tokenizer: t}", "the share of a must be above 0, not -1.5"),
-        ("{sources: {a: 1}}", "data.sources needs the tokenizer that made them"),
-        ("{workers: -1}", "data.workers must be at least 0, not -1"),
-        ("{prefetch: 0}", "data.prefetch must be at least 1, not 0"),
-    ):
-        path.write_text(f"data: {data}\n")
-        with pytest.raises(InputError, match=sentence):
-            load_config(path)
-    path.write_text("data: {sources: {a: 1, b: 0.5}, tokenizer: t, workers: 3}\n")
-    assert load_config(path).data.sources == {"a": 1.0, "b": 0.5}
-
-
 def test_a_file_of_records_is_to_be_tokenised_first(tmp_path):
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"text": "a"}')
     with pytest.raises(InputError, match=r"chats.jsonl: is a file; run `wedlm tokenize --input "):
         read_manifest(chats)
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    records = [{"text": "A text of its own."}, {"messages": CHAT}]
+    tokenised([write_jsonl(folder / "a.jsonl", records)], folder / "rows")
+    return folder / "rows" / read_manifest(folder / "rows").shards[0].file
+
+
+def test_the_samples_of_a_row_are_told_with_their_text(shard, capsys):
+    assert main(["rows", str(shard), "0", "--tokenizer", str(EMBEDDED)]) == 0
+    said = capsys.readouterr().out
+    assert "== row 0, sample 1 of 2: " in said
+    assert "A text of its own.<|endoftext|>" in said
+    assert "3, 2, 1<|im_end|>" in said
+
+
+@pytest.mark.parametrize(
+    ("file", "row", "sentence"),
+    [
+        ("none.arrayrecord", "0", "none.arrayrecord: no such file"),
+        ("text.arrayrecord", "0", "text.arrayrecord: no file of packed rows"),
+        ("", "7", "no row 7; it has rows 0 to 0"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(shard, tmp_path, file, row, sentence, capsys):
+    (tmp_path / "text.arrayrecord").write_text("not rows")
+    path = tmp_path / file if file else shard
+    assert main(["rows", str(path), row, "--tokenizer", str(EMBEDDED)]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1

@@ -4,13 +4,15 @@ import json
 import sys
 import types
 
+import numpy as np
 import pytest
 
 from tests.examples.tiny_run import tiny_recipe
 from train.loop import train as run_training
 from train.recipe.config import MetricsSection
 from train.watch.log import MetricsLog, TensorBoard, Wandb, run_id
-from train.watch.records import as_json, cut_back
+from train.watch.records import Interval, PendingMetrics, TooManySkipped, as_json, cut_back, flatten
+from train.watch.run_time import KINDS, Attempt, RunTime, read_attempts, shares
 from wedlm_jax.errors import InputError
 
 
@@ -145,3 +147,256 @@ def test_two_runs_of_one_name_are_two_runs_at_wandb_and_a_restart_is_none(tmp_pa
     assert ada[0] != bob[0]
     assert again == ada
     assert run_id(tmp_path / "bob" / "wedlm_8b") == bob[0]
+
+
+def step(mlm, masked, ar, targets, **more):
+    """Metrics of a step on the host."""
+    counts = {
+        "mlm": np.float32(masked),
+        "masked": np.float32(masked),
+        "ar": np.float32(targets),
+        "masked_by_ratio": np.array([0, masked], np.float32),
+    }
+    return {
+        "loss": np.float32((mlm + ar) / 2),
+        "mlm_loss": np.float32(mlm),
+        "ar_loss": np.float32(ar),
+        "mlm_loss_by_ratio": np.array([0, mlm], np.float32),
+        "gradient_norm": np.float32(1.0),
+        "learning_rate": np.float32(0.5),
+        "skipped": np.int32(0),
+        "denominators": counts,
+        **more,
+    }
+
+
+def test_losses_by_ratio_become_numbers_and_empty_bins_none():
+    metrics = {"loss": np.float32(2), "mlm_loss_by_ratio": np.array([0.5, 0, 1, 2], np.float32)}
+    assert flatten(metrics) == {
+        "loss": 2.0,
+        "mlm_loss_ratio_0.00_0.25": 0.5,
+        "mlm_loss_ratio_0.50_0.75": 1.0,
+        "mlm_loss_ratio_0.75_1.00": 2.0,
+    }
+
+
+def test_a_loss_is_the_mean_of_all_tokens_of_the_interval():
+    interval = Interval(ar_weight=0.5)
+    interval.add(step(4.0, 10, 2.0, 100, gradient_norm=np.float32(1.0)))
+    interval.add(step(1.0, 30, 3.0, 300, gradient_norm=np.float32(2.0), learning_rate=0.25))
+    record = interval.record()
+    assert record["mlm_loss"] == (4 * 10 + 1 * 30) / 40
+    assert record["mlm_loss_ratio_0.50_1.00"] == record["mlm_loss"]
+    assert "mlm_loss_ratio_0.00_0.50" not in record
+    assert record["ar_loss"] == (2 * 100 + 3 * 300) / 400
+    assert record["loss"] == pytest.approx((record["mlm_loss"] + 0.5 * record["ar_loss"]) / 1.5)
+    assert record["gradient_norm"] == 1.5  # of steps
+    assert record["learning_rate"] == 0.25  # the newest
+    assert record["skipped"] == 0
+    assert interval.empty
+
+
+def by_source(mlm, masked, tokens):
+    """Metrics of a step that tells three sources apart; AR losses are twice those of masks."""
+    whole = step(1.0, sum(masked), 2.0, sum(tokens))
+    losses, weights, counts = (np.array(x, np.float32) for x in (mlm, masked, tokens))
+    whole |= {"mlm_loss_by_source": losses, "ar_loss_by_source": 2 * losses}
+    whole["denominators"] |= {
+        "mlm_by_source": weights,
+        "ar_by_source": counts,
+        "tokens_by_source": counts,
+    }
+    return whole
+
+
+NAMES = ["data/web", "data/code", "data/books"]
+
+
+def test_losses_by_source_are_means_of_all_its_tokens_by_the_recipes_names():
+    interval = Interval(sources=NAMES)
+    interval.add(by_source([4, 8, 0], [10, 5, 0], [100, 50, 0]))
+    interval.add(by_source([1, 0, 0], [30, 0, 0], [300, 20, 0]))  # of the code no mask
+    skipped = by_source([np.nan] * 3, [1, 1, 1], [100, 100, 100])
+    interval.add({**skipped, "skipped": np.int32(1)})
+    record = interval.record()
+    assert {name: x for name, x in record.items() if "/" in name} == {
+        "mlm_loss/data/web": (4 * 10 + 1 * 30) / 40,
+        "mlm_loss/data/code": 8.0,
+        "ar_loss/data/web": 2 * (4 * 100 + 1 * 300) / 400,
+        "ar_loss/data/code": 16 * 50 / 70,
+        "tokens/data/web": 400.0,
+        "tokens/data/code": 70.0,
+    }
+    assert interval.empty
+
+
+def test_an_interval_goes_on_with_other_sources():
+    first, second = Interval(sources=NAMES), Interval(sources=["data/books", "data/web"])
+    first.add(by_source([4, 8, 0], [10, 5, 0], [100, 50, 0]))
+    second.restore(json.loads(json.dumps(first.state())))
+    second.add(by_source([2, 1], [7, 30], [70, 300]))
+    record = second.record()
+    assert record["mlm_loss/data/web"] == (4 * 10 + 1 * 30) / 40
+    assert (record["mlm_loss/data/books"], record["mlm_loss/data/code"]) == (2.0, 8.0)
+    assert record["tokens/data/web"] == 400
+
+
+def test_a_skipped_step_is_counted_and_spoils_no_mean():
+    interval = Interval()
+    interval.add(step(4.0, 10, 2.0, 100))
+    interval.add(step(np.nan, 10, np.nan, 100, gradient_norm=np.nan, skipped=np.int32(1)))
+    record = interval.record()
+    assert record["skipped"] == 1
+    assert (record["mlm_loss"], record["gradient_norm"]) == (4.0, 1.0)
+    interval.add(step(np.nan, 10, np.nan, 100, skipped=np.int32(2)))
+    assert not interval.empty
+    assert interval.record() == {"learning_rate": 0.5, "skipped": 1.0}
+
+
+def test_an_interval_goes_on_from_its_state_bit_for_bit():
+    steps = [step(np.float32(4 / 3), 7, 2.0, 11), step(0.1, 5, 0.7, 13), step(0.2, 3, 0.3, 17)]
+    whole, first, second = Interval(), Interval(), Interval()
+    for one in steps:
+        whole.add(one)
+    for one in steps[:2]:
+        first.add(one)
+    second.restore(json.loads(json.dumps(first.state())))
+    second.add(steps[2])
+    assert second.record() == whole.record()
+
+
+def metrics(loss, skipped=0):
+    return {
+        "loss": np.float32(loss),
+        "ar_loss": np.float32(loss),
+        "gradient_norm": np.float32(loss),
+        "skipped": np.int32(skipped),
+        "denominators": {"ar": np.float32(2.0)},
+    }
+
+
+def pending(folder, done=0):
+    return PendingMetrics(folder, 2, lambda batch: [{"file": [batch]}], done=done)
+
+
+def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path):
+    found = pending(tmp_path)
+    for step, skipped in enumerate([0, 1, 2, 3], 1):
+        found.add(step, metrics(float("nan") if skipped else 1.0, skipped))
+    with pytest.raises(TooManySkipped, match=r"step 3: 2 steps in a row.*continues after them"):
+        found.record()
+    lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["batch"]) for line in lines] == [(2, 2), (3, 3), (4, 4)]
+    assert [line["rows"] for line in lines] == [[{"file": [batch]}] for batch in (1, 2, 3)]
+
+
+def test_an_interval_that_was_open_at_a_checkpoint_goes_on_from_it(tmp_path):
+    first = pending(tmp_path)
+    first.add(1, metrics(1.0))
+    first.keep(1)
+    first.add(2, metrics(5.0))
+    first.keep(2)  # of a checkpoint that is damaged later
+    again = pending(tmp_path, done=1)
+    again.add(2, metrics(2.0))
+    assert again.record()["loss"] == 1.5
+    again.keep(2)  # nothing is open
+    assert len((tmp_path / "interval.jsonl").read_text().splitlines()) == 1
+    assert pending(tmp_path, done=2).record() == {"skipped": 0.0}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def tick(self, seconds):
+        self.now += seconds
+
+
+def attempt(begun, seen, first, last, **seconds):
+    return Attempt(begun, seen, first, last, {**dict.fromkeys(KINDS, 0.0), **seconds})
+
+
+def test_speed_leaves_out_what_is_no_step(tmp_path):
+    clock = Clock()
+    time = RunTime(clock)
+    clock.tick(7)
+    with time.spent("compile"):
+        clock.tick(60)
+    time.begin(tmp_path, 10)
+    for step in (11, 12):
+        with time.spent("input"):
+            clock.tick(0.5)
+        clock.tick(4.5)
+        time.step(step, 1000, 3.0)
+        with time.spent("checkpoint"):
+            clock.tick(100)
+    record = time.read(peak_flops=2.0)
+    assert record["step_seconds"] == 5.0
+    assert record["tokens_per_second"] == 200.0
+    assert record["input_wait"] == 0.1
+    assert record["mfu"] == 6 / 10 / 2
+    assert record["goodput"] == pytest.approx(9 / 277, abs=1e-4)
+    clock.tick(4)
+    time.step(13, 500)
+    later = time.read()
+    assert (later["step_seconds"], later["tokens_per_second"]) == (4.0, 125.0)
+    assert "mfu" not in later
+    time.close()
+    [written] = read_attempts(tmp_path / "time.json")
+    assert (written.first, written.last) == (10, 13)
+    assert written.seconds == {
+        "start": 7.0,
+        "compile": 60.0,
+        "input": 1.0,
+        "checkpoint": 200.0,
+        "evaluation": 0.0,
+    }
+
+
+def test_what_was_done_again_and_the_time_between_is_no_goodput():
+    # 100 steps in 100 s, of which 60 are on disk; 50 s later a second attempt takes 10 s to begin.
+    first = attempt(0, 120, 0, 100, start=5, compile=15)
+    second = attempt(170, 240, 60, 110, start=10, compile=10)
+    found = shares([first, second])
+    assert sum(found.values()) == pytest.approx(1)
+    seconds = {kind: round(240 * share, 6) for kind, share in found.items()}
+    assert seconds == {
+        "steps": 60 + 50,
+        "redone": 40,
+        "restart": 50 + 10,
+        "start": 5,
+        "compile": 25,
+        "input": 0,
+        "checkpoint": 0,
+        "evaluation": 0,
+    }
+
+
+def test_an_attempt_that_a_later_one_undoes_was_for_nothing():
+    attempts = [attempt(0, 10, 0, 10), attempt(10, 20, 10, 20), attempt(20, 30, 5, 15)]
+    found = shares(attempts)
+    assert found["steps"] == pytest.approx((5 + 0 + 10) / 30)
+    assert found["redone"] == pytest.approx((5 + 10) / 30)
+
+
+def test_a_second_attempt_goes_on_with_the_file(tmp_path, capsys):
+    for begins in (0, 2):
+        clock = Clock()
+        clock.tick(begins * 10)
+        time = RunTime(clock)
+        time.begin(tmp_path, begins)
+        clock.tick(10)
+        time.step(begins + 2, 1)
+        time.close()
+    assert [a["first"] for a in json.loads((tmp_path / "time.json").read_text())] == [0, 2]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "time since the run began (0:10): steps 100.0%",
+        "time since the run began (0:30, 2 attempts): steps 66.7%, "
+        "between the attempts and starting again 33.3%",
+    ]
+    (tmp_path / "time.json").write_text('[{"begun": 1')
+    assert read_attempts(tmp_path / "time.json") == []
