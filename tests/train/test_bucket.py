@@ -13,6 +13,7 @@ from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import (
     free_port,
     metric_lines,
+    run_hosts,
     run_until_killed,
     start_command,
     tiny_recipe,
@@ -246,28 +247,12 @@ def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
     """The others stood still once, until somebody ended them."""
     run = f"{bucket}/runs/refused"
     config = tiny_recipe(run, tokenizer_folder, checkpoint_every=1)
-    recipe = write_recipe(config, tmp_path)
-
-    def statuses():
-        said = [tmp_path / f"{i}.txt" for i in range(2)]
-        common = ["--config", str(recipe), "--coordinator", f"localhost:{free_port()}"]
-        common += ["--num-processes", "2", "--process-id"]
-        for path in said:
-            path.unlink(missing_ok=True)
-        children = [
-            start_command([*common, str(i)], path, environment=clients(i), constants=AT_ONCE)
-            for i, path in enumerate(said)
-        ]
-        for child in children:
-            child.join(LIMIT_S)
-        statuses = [child.exitcode for child in children]
-        for child in children:
-            child.kill()
-        return statuses, [path.read_text() for path in said]
+    recipe = ["--config", str(write_recipe(config, tmp_path))]
+    own = {"environment": [clients(i) for i in range(2)], "constants": [AT_ONCE] * 2}
 
     # One state is left out, the next is written; then none is.
     with bucket.refusing("POST /host1/.*refused/checkpoints/[134]/", 403):
-        found, said = statuses()
+        found, said = run_hosts(recipe, tmp_path, limit=120, **own)
     assert found == [STORAGE_FAILED] * 2, said
     assert "state of step 1 could not be written (host 1 of 2: PERMISSION_DENIED" in said[0]
     for text in said:
@@ -279,14 +264,14 @@ def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
     assert not (states / "4" / "commit_success.txt").exists()
 
     with bucket.refusing("GET /host1/.*refused/checkpoints/2/", 403):
-        found, said = statuses()
+        found, said = run_hosts(recipe, tmp_path, limit=120, **own)
     assert found == [STORAGE_FAILED] * 2, said
     for text in said:
         [sentence] = ending(text)
         assert "host 1 of 2: gs://bucket/runs/refused/checkpoints/2/" in sentence
         assert "cannot be read, and is left as it is (PERMISSION_DENIED" in sentence
 
-    found, said = statuses()
+    found, said = run_hosts(recipe, tmp_path, limit=120, **own)
     assert found == [0, 0], said
     assert "resumed from step 2" in said[0]
     assert not list(states.glob("*.damaged"))

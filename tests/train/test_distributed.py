@@ -17,12 +17,10 @@ from tokenizers import Tokenizer
 from tests.examples.checkpoints import hf_values
 from tests.examples.data import EMBEDDED, ROW, documents, tokenised, write_jsonl
 from tests.examples.tiny_run import (
-    free_port,
     metric_lines,
     on_devices,
     run_hosts,
     run_until_killed,
-    start_command,
     tiny_recipe,
     write_recipe,
 )
@@ -42,8 +40,6 @@ from wedlm_jax.checkpoint.orbax import DamagedCheckpoint, is_whole
 from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure
 from wedlm_jax.host.processes import LAUNCHERS
 from wedlm_jax.sharding import make_mesh
-
-LIMIT_S = 300
 
 
 def evaluation_of(run, config):
@@ -70,15 +66,8 @@ def test_two_processes_train_together_what_one_trains_alone(finished, tokenizer_
         every=4, rows=4, prompts=3, max_tokens=6, questions=str(questions), answer_tokens=6
     )
     config = tiny_recipe(tmp_path / "run", tokenizer_folder, checkpoint_every=2, evaluation=section)
-    recipe, address = write_recipe(config, tmp_path), f"localhost:{free_port()}"
-    common = ["--config", str(recipe), "--coordinator", address, "--num-processes", "2"]
-    children = [
-        start_command([*common, "--process-id", str(i)], tmp_path / f"{i}.txt") for i in range(2)
-    ]
-    for child in children:
-        child.join(LIMIT_S)
-    said = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
-    assert [child.exitcode for child in children] == [0, 0], said
+    statuses, said = run_hosts(["--config", str(write_recipe(config, tmp_path))], tmp_path)
+    assert statuses == [0, 0], said
     together, alone = metric_lines(tmp_path / "run"), metric_lines(finished)
     assert [line["step"] for line in together] == [line["step"] for line in alone]
     for one, two in zip(alone, together, strict=True):
@@ -110,26 +99,14 @@ def test_two_processes_train_together_what_one_trains_alone(finished, tokenizer_
 def test_folders_that_hosts_do_not_share_are_refused_at_once(tokenizer_folder, tmp_path):
     """Such a run stood still at its first checkpoint once."""
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
-    common = ["--config", str(recipe), "--coordinator", f"localhost:{free_port()}"]
-    children = [
-        start_command(
-            [
-                *common,
-                "--num-processes",
-                "2",
-                "--process-id",
-                str(i),
-                f"output={tmp_path / str(i)}",
-            ],
-            tmp_path / f"{i}.txt",
-            constants={"train.run_files.SEEN_WITHIN_S": 0.5},
-        )
-        for i in range(2)
-    ]
-    for child in children:
-        child.join(LIMIT_S)
-    said = [(tmp_path / f"{i}.txt").read_text() for i in range(2)]
-    assert [child.exitcode for child in children] == [2, 2], said
+    constants = {"train.run_files.SEEN_WITHIN_S": 0.5}
+    statuses, said = run_hosts(
+        ["--config", str(recipe)],
+        tmp_path,
+        arguments_of=[[f"output={tmp_path / str(i)}"] for i in range(2)],
+        constants=[constants] * 2,
+    )
+    assert statuses == [2, 2], said
     assert "output must be a folder that all hosts share" in said[0]
     assert "is not seen within 0 s by host 1;" in said[1]
     assert list((tmp_path / "0").iterdir()) == []
@@ -193,7 +170,7 @@ def test_hosts_with_other_recipes_or_versions_are_all_told(
     settings, sentence, tokenizer_folder, tmp_path
 ):
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
-    statuses, said = run_hosts(["--config", str(recipe)], tmp_path, limit=LIMIT_S, **settings)
+    statuses, said = run_hosts(["--config", str(recipe)], tmp_path, **settings)
     assert statuses == [2, 2], said
     told = f"wedlm train: the 2 hosts of this run are not given the same: {sentence}"
     assert [sentences(text) for text in said] == [[told], [told]]
@@ -215,7 +192,6 @@ def test_hosts_with_other_data_are_all_told(tmp_path):
     statuses, said = run_hosts(
         ["--config", str(write_recipe(config, tmp_path))],
         tmp_path,
-        limit=LIMIT_S,
         folder=[tmp_path / "host0", tmp_path / "host1"],
     )
     assert statuses == [2, 2], said
@@ -242,9 +218,7 @@ def test_what_one_host_cannot_use_ends_all(host, tokenizer_folder, tmp_path):
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
     constants = [QUICK, QUICK]
     constants[host] = {**QUICK, "train.loop.PhasedBatches": FailingBatches}
-    statuses, said = run_hosts(
-        ["--config", str(recipe)], tmp_path, limit=LIMIT_S, constants=constants
-    )
+    statuses, said = run_hosts(["--config", str(recipe)], tmp_path, constants=constants)
     assert statuses == [2, 2], said
     sentence = "rows-00000.arrayrecord: row 7 is damaged"
     assert sentences(said[host]) == [f"wedlm train: {sentence}"]
@@ -308,7 +282,7 @@ def resumed(config, tmp_path, constants, within):
     ]
     own[1] |= constants
     recipe = write_recipe(config, tmp_path)
-    return run_hosts(["--config", str(recipe)], tmp_path, limit=LIMIT_S, constants=own)
+    return run_hosts(["--config", str(recipe)], tmp_path, constants=own)
 
 
 @pytest.mark.full
@@ -376,7 +350,7 @@ def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder, tmp_path):
     recipe = ["--config", str(write_recipe(config, tmp_path))]
     soon = {**QUICK, "train.run_files.SEEN_WITHIN_S": 1.0}
     old = {**soon, "train.run_files._digest": ReadsOldRows(1000.0)}
-    statuses, said = run_hosts(recipe, tmp_path, limit=LIMIT_S, constants=[soon, old])
+    statuses, said = run_hosts(recipe, tmp_path, constants=[soon, old])
     assert statuses == [2, 2], said
     for text in said:
         [sentence] = sentences(text)

@@ -303,12 +303,6 @@ def test_a_run_averages_and_evaluates_its_adapters(base, tmp_path):
     assert 0 < np.abs(values[name] - before[name]).max() < 1
 
 
-def test_adapters_need_a_model_to_begin_with(tokenizer_folder, tmp_path):
-    recipe = tiny_recipe(tmp_path, tokenizer_folder, lora=LoraSection(rank=2))
-    with pytest.raises(InputError, match=r"lora\.rank needs model\.init_from"):
-        run_training(recipe)
-
-
 def test_merging_by_numpy_is_merging_by_jax():
     random = np.random.default_rng(0)
     w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (2, 7), (5, 2)))

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 
 from tests.examples.data import CHAT, EMBEDDED, NumberedRows, tokenised, write_jsonl
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
-from tests.examples.train_step import (
-    KEY,
-    OBJECTIVE,
-    assert_same,
-    fresh_state,
-    gradients_of,
-    micro_batches,
-    wedlm_step,
-)
+from tests.examples.train_step import OBJECTIVE, assert_same, gradients_of
 from tests.examples.training import BLOCK, packed, random_sample
 from train.data.manifest import MANIFEST, read_manifest
 from train.data.order import StepRows
@@ -105,24 +97,6 @@ def test_any_rows_have_the_loss_and_gradients_they_have_with_all_blocks(seed):
     assert_same(own, whole)
 
 
-@pytest.mark.full
-def test_a_step_draws_the_same_masks():
-    rows = some_batch()[0]
-    metrics = []
-    for batch in (rows, placed(rows)):
-        leaves = {
-            field.name: micro_batches(value, 2)
-            for field in dataclasses.fields(batch)
-            if (value := getattr(batch, field.name)) is not None
-        }
-        metrics.append(wedlm_step(fresh_state(), PackedRows(**leaves), KEY)[1])
-    whole, own = metrics
-    for name, value in whole["denominators"].items():
-        np.testing.assert_array_equal(own["denominators"][name], value, err_msg=name)
-    for name in ("loss", "mlm_loss", "ar_loss", "gradient_norm"):
-        np.testing.assert_allclose(own[name], whole[name], rtol=1e-5, err_msg=name)
-
-
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
     """Rows of conversations that begin with a long prompt; one has a longer answer."""
@@ -149,11 +123,19 @@ def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(chats, tmp_path,
     most = read_manifest(chats).most_trainable_blocks
     assert most is not None
     assert 1 < most < 8
-    run_training(chat_recipe(tmp_path / "auto", chats))
+    config = chat_recipe(tmp_path / "auto", chats, checkpoint_every=2)
+    run_training(config)
     assert (
         f"prediction_blocks: the prediction stream has room for {most} of a row's 8 blocks\n"
         in capsys.readouterr().out
     )
+    resumed = dataclasses.replace(config, output=str(tmp_path / "resumed"))
+    run_until_killed(resumed, 3)
+    run_training(resumed)
+    assert "not as before" not in capsys.readouterr().out
+    assert metric_lines(tmp_path / "resumed") == metric_lines(tmp_path / "auto")
+    name = Path("hf", "model.safetensors")
+    assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "auto" / name).read_bytes()
     run_training(chat_recipe(tmp_path / "all", chats, prediction_blocks=8))
     assert "the prediction stream" not in capsys.readouterr().out
     few, whole = metric_lines(tmp_path / "auto"), metric_lines(tmp_path / "all")
@@ -162,18 +144,6 @@ def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(chats, tmp_path,
         assert own.keys() == other.keys()
         for name in ("loss", "mlm_loss", "ar_loss", "masked_accuracy"):
             assert own[name] == pytest.approx(other[name], rel=2e-4), name
-
-
-@pytest.mark.full
-def test_a_run_goes_on_bit_for_bit(chats, tmp_path, capsys):
-    config = chat_recipe(tmp_path / "resumed", chats, checkpoint_every=2)
-    run_until_killed(config, 3)
-    run_training(config)
-    assert "not as before" not in capsys.readouterr().out
-    run_training(dataclasses.replace(config, output=str(tmp_path / "whole")))
-    assert metric_lines(tmp_path / "resumed") == metric_lines(tmp_path / "whole")
-    name = Path("hf", "model.safetensors")
-    assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 def test_a_folder_of_an_earlier_version_keeps_all_blocks_and_the_run_says_so(

@@ -9,12 +9,21 @@ from tokenizers import Tokenizer
 
 from tests.examples.data import CHAT, EMBEDDED
 from tests.examples.tiny_checkpoint import EOS, write_tiny_checkpoint
-from tests.examples.tiny_run import tiny_recipe
+from tests.examples.tiny_run import ARCHITECTURE, tiny_recipe
 from train.data.command import main as tokenize
 from train.data.manifest import read_manifest
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.loop import train
-from train.recipe.config import ModelSection, TrainConfig
+from train.recipe.config import (
+    DataSection,
+    EvaluationSection,
+    LoraSection,
+    LossSection,
+    ModelSection,
+    OptimizerSection,
+    PhaseSection,
+    TrainConfig,
+)
 from train.start import check_start, mask_token, recipe_model
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
@@ -58,6 +67,43 @@ def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(desc
         check_start(recipe(described))
 
 
+LOSS = LossSection(attention="splash", remat="none")
+UNKNOWN_ROWS = DataSection(sources={"rows": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"optimizer": OptimizerSection(warmup_steps=4)}, "warmup_steps must be 0 to 3, .*not 4"),
+        ({"model": ModelSection()}, r"model\.init_from: expected the folder of the "),
+        (
+            {"model": ModelSection(architecture={**ARCHITECTURE, "head_dim": 7})},
+            "head_dim must be even",
+        ),
+        ({"lora": LoraSection(rank=2)}, r"lora\.rank needs model\.init_from"),
+        ({"loss": LOSS}, "'splash' is for TPUs, not for 'cpu'"),
+        ({"phases": [PhaseSection(from_step=2, rows=1000)]}, r"\d+ packed rows .* batch of 2000"),
+        ({"data": DataSection()}, r"data\.sources: expected the folders to train on"),
+        ({"data": UNKNOWN_ROWS}, r"data\.tokenizer: expected the folder"),
+        (
+            {"data": UNKNOWN_ROWS, "evaluation": EvaluationSection(every=2)},
+            r"evaluation\.source: expected a folder of held-out",
+        ),
+        ({"data": DataSection(sources={"a": 1.0}, tokenizer="there")}, "there: no tokenizer.json"),
+        ({"data": DataSection(sources={"a": 1.0}, tokenizer="nowhere")}, "nowhere: no such folder"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_and_leaves_no_folder(
+    tokenizer_folder, tmp_path, monkeypatch, changes, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
+    with pytest.raises(InputError, match=sentence):
+        train(dataclasses.replace(config, **changes))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_refused_run_leaves_no_folder(described, tmp_path):
     config = tiny_recipe(tmp_path / "run", EMBEDDED)
     config.model = ModelSection(init_from=str(described))
@@ -68,21 +114,6 @@ def test_a_refused_run_leaves_no_folder(described, tmp_path):
     with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
         train(config)
     assert (tmp_path / "run").exists(), "one that was there is not the run's to remove"
-
-
-def test_a_recipe_without_any_model_is_refused_before_anything_is_made(tmp_path):
-    config = dataclasses.replace(tiny_recipe(tmp_path / "run", None), model=ModelSection())
-    with pytest.raises(InputError, match=r"model\.init_from: expected the folder of the "):
-        train(config)
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("made", "said"), [(False, "no such folder"), (True, "no tokenizer.json")])
-def test_a_folder_without_a_tokenizer_is_told_from_none_at_all(tmp_path, made, said):
-    if made:
-        (tmp_path / "there").mkdir()
-    with pytest.raises(InputError, match=f"there: {said}"):
-        train(tiny_recipe(tmp_path / "run", tmp_path / "there"))
 
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

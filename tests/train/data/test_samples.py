@@ -375,7 +375,7 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path):
         np.testing.assert_array_equal(one.trainable, other.trainable)
     wrong = [[(bad.line, bad.reason) for bad in some] for some in (malformed, other_malformed)]
     assert wrong == [[(8, "empty"), (9, "missing key")]] * 2
-    assert unread_of(tmp_path / "a.parquet") == [{"id": 1}, {"id": 1}, {}]
+    assert unread_of(tmp_path / "a.parquet") == [{"id": 3, "other": 3}] * 3
 
 
 def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path):

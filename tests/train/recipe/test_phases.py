@@ -189,15 +189,6 @@ def test_phases_are_read_from_a_recipe_and_checked(tmp_path):
     assert (third.first, third.stop, third.config.data.sources) == (50, 100, {"b": 2.0})
 
 
-def test_a_later_phase_without_rows_for_a_batch_is_refused_before_the_first(
-    tokenizer_folder, tmp_path
-):
-    phases = [PhaseSection(from_step=2, rows=1000)]
-    with pytest.raises(InputError, match=r"data: \d+ packed rows are fewer than one batch of 2000"):
-        run_training(tiny_recipe(tmp_path, tokenizer_folder, phases=phases))
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
 @pytest.mark.full
 def test_a_run_through_phases_is_the_same_when_it_is_stopped_within_one(tokenizer_folder, tmp_path):
     optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5)
@@ -274,21 +265,6 @@ def test_a_phase_begins_behind_what_the_one_before_it_skipped():
     for start in range(12):
         again = read(config, start)
         assert [b.tolist() for b in again] == [b.tolist() for b in found[start:]]
-
-
-def test_hosts_and_meshes_read_their_rows_of_the_same_batches():
-    skipped = SkippedBatches(((3, 7),))
-    sets = [(NumberedRows(40), 1.0)]
-    steps = StepRows(sets, seed=1, shape=(2, 8), skipped=skipped)
-
-    def rows(hosts):
-        share = 8 // hosts
-        parts = [steps.read(4, range(h * share, (h + 1) * share)) for h in range(hosts)]
-        return sorted(int(x) for part in parts for x in part["tokens"][:, :, 0].flat)
-
-    plain = StepRows(sets, seed=1, shape=(2, 8)).read(9, range(8))
-    expected = sorted(plain["tokens"][:, :, 0].flatten().tolist())
-    assert [rows(hosts) for hosts in (1, 2, 4)] == [expected] * 3
 
 
 @pytest.mark.full
