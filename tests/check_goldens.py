@@ -7,8 +7,6 @@ A folder holds one folder per checkpoint, each with ``config.json``, safetensors
 Exits non-zero on any miss. Each check compares against the tolerance the goldens state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

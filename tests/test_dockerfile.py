@@ -3,8 +3,6 @@
 No container runtime is needed: a step's absolute paths are led into the folder.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import http.server
 import json

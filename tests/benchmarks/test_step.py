@@ -1,7 +1,5 @@
 """The step here and the step in PyTorch are the same step."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The pages of the project: their blocks of code, links and headings."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

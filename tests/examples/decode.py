@@ -1,7 +1,5 @@
 """Random sequences to decode on the tiny model, and the reference's answer to each."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

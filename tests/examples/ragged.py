@@ -1,7 +1,5 @@
 """Random spans over random pages, and attention of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A tiny model and random packed rows for the tests of training."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Random sequences in the middle of decoding, as lists and as the arrays that the device has."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax.numpy as jnp

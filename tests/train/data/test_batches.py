@@ -1,7 +1,5 @@
 """Global batches on a mesh, whichever rows a host holds."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

@@ -39,6 +39,12 @@ from wedlm_jax.errors import STORAGE_FAILED, InputError
 from wedlm_jax.host.processes import Host
 from wedlm_jax.packing import trainable_blocks
 
+
+def command(source, output, tokenizer=EMBEDDED):
+    files = ["--input", str(source), "--output", str(output), "--tokenizer", str(tokenizer)]
+    return ["tokenize", *files, "--row-length", "128"]
+
+
 BAD = [{"text": 1}, {"messages": CHAT[:1]}, {"text": 2}]
 
 
@@ -152,12 +158,6 @@ def test_a_job_killed_halfway_leaves_no_folder_and_runs_again(inputs, made, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]
 
 
-def test_fail_fast_names_the_first_malformed_record_and_leaves_nothing(inputs, tmp_path):
-    with pytest.raises(InputError, match=r"a\.jsonl:31: wrong type \(text must be a text\)"):
-        tokenised([inputs], tmp_path / "rows", fail_fast=True)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_output_that_is_there_is_never_touched(inputs, tmp_path):
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "mine").write_text("keep")
@@ -173,11 +173,13 @@ def test_an_output_that_is_there_is_never_touched(inputs, tmp_path):
         ({"block_size": 0}, "--block-size must be at least 1, not 0"),
         ({"end_tokens": -1}, "--end-tokens must be at least 0, not -1"),
         ({"workers": -2}, "--workers must be at least 0, not -2"),
+        ({"fail_fast": True}, r"a\.jsonl:31: wrong type \(text must be a text\)"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(inputs, tmp_path, changes, sentence):
+def test_what_is_refused_leaves_nothing(inputs, tmp_path, changes, sentence):
     with pytest.raises(InputError, match=sentence):
         tokenised([inputs], tmp_path / "rows", **changes)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_input_without_a_usable_record_is_refused(tmp_path):
@@ -194,27 +196,15 @@ def test_an_input_without_a_usable_record_is_refused(tmp_path):
 
 def test_the_command_says_what_it_made_and_what_it_left_out(inputs, tmp_path, capsys):
     (inputs / "notes.md").write_text("not data")
-    command = [
-        "tokenize",
-        "--input",
-        str(inputs),
-        "--tokenizer",
-        str(EMBEDDED),
-        "--row-length",
-        "128",
-        "--output",
-        str(tmp_path / "rows"),
-        "--end-tokens",
-        "2",
-    ]
-    assert main(command) == 0
+    arguments = [*command(inputs, tmp_path / "rows"), "--end-tokens", "2"]
+    assert main(arguments) == 0
     said = capsys.readouterr().out
     assert f"1 files of other kinds are not read: {inputs / 'notes.md'}" in said
     assert "filled" in said
     assert "4 records left out, all named in" in said
     assert f"  2 wrong type: {inputs / 'a.jsonl'}:31, {inputs / 'a.jsonl'}:33" in said
     assert read_manifest(tmp_path / "rows").made_with["end_tokens"] == 2
-    assert main(command) == 2
+    assert main(arguments) == 2
     assert "wedlm tokenize:" in capsys.readouterr().err
 
 
@@ -223,9 +213,7 @@ def test_the_command_counts_the_keys_that_it_does_not_read(tmp_path, capsys, mon
     monkeypatch.setattr(train.data.parts, "PART_BYTES", 1)
     for name, key in (("a", "source"), ("b", "url"), ("c", "language")):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "one two", "id": 1, key: "x"}] * 3)
-    command = ["tokenize", "--input", str(tmp_path), "--tokenizer", str(EMBEDDED)]
-    command += ["--row-length", "128", "--output", str(tmp_path / "rows")]
-    assert main(command) == 0
+    assert main(command(tmp_path, tmp_path / "rows")) == 0
     said = capsys.readouterr().out
     assert (
         "keys that are not read: id (9 records), (others) (6 records), source (3 records)\n" in said
@@ -263,9 +251,7 @@ def test_the_command_says_how_many_turns_the_template_changed(tmp_path, capsys, 
     (tmp_path / "in").mkdir()
     for name in "ab":
         write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": "one"}, {"messages": CHAT}])
-    command = ["tokenize", "--input", str(tmp_path / "in"), "--tokenizer", str(folder)]
-    command += ["--row-length", "128", "--output", str(tmp_path / "rows")]
-    assert main(command) == 0
+    assert main(command(tmp_path / "in", tmp_path / "rows", folder)) == 0
     place = f"{tmp_path / 'in' / 'a.jsonl'}:2"
     became = "<think> </think> 3, 2, 1"
     assert (
@@ -275,9 +261,7 @@ def test_the_command_says_how_many_turns_the_template_changed(tmp_path, capsys, 
     made = read_manifest(tmp_path / "rows")
     assert (made.turns, made.changed_turns) == (4, 2)
     assert made.turn_end == load_tokenizer(folder).token_to_id("<|im_end|>")
-    command[4:5] = [str(EMBEDDED)]
-    command[-1] = str(tmp_path / "others")
-    assert main(command) == 0
+    assert main(command(tmp_path / "in", tmp_path / "others")) == 0
     assert "the chat template changed" not in capsys.readouterr().out
 
 
@@ -291,13 +275,11 @@ def test_special_tokens_in_messages_are_text_unless_they_are_trusted(tmp_path, c
         records = [{"messages": CHAT}, {"messages": said}, pair]
         write_jsonl(tmp_path / "in" / f"{name}.jsonl", records)
     ends = load_tokenizer(EMBEDDED).token_to_id("<|im_end|>")
-    command = ["tokenize", "--input", str(tmp_path / "in"), "--tokenizer", str(EMBEDDED)]
-    command += ["--row-length", "128", "--block-size", "32", "--output"]
     line = (
         "4 records spell special tokens in messages, which are text; --trust-special-tokens makes"
     )
 
-    assert main([*command, str(tmp_path / "rows")]) == 0
+    assert main(command(tmp_path / "in", tmp_path / "rows")) == 0
     out = capsys.readouterr().out
     assert line in out
     assert "the chat template changed" not in out
@@ -311,17 +293,13 @@ def test_special_tokens_in_messages_are_text_unless_they_are_trusted(tmp_path, c
     assert text.count(f"user\n{typed}<|im_end|>\n<|im_start|>assistant\n") == 4
     assert text.count("a <|im_end|>b<|im_end|>") == 2
 
-    assert main([*command, str(tmp_path / "trusted"), "--trust-special-tokens"]) == 0
+    trusted = command(tmp_path / "in", tmp_path / "trusted")
+    assert main([*trusted, "--trust-special-tokens"]) == 0
     assert "special tokens" not in capsys.readouterr().out
     made = read_manifest(tmp_path / "trusted")
     assert made.typed == 0
     assert made.made_with["trust_special_tokens"]
     assert (made.added_tokens or {})[str(ends)] > 2 * turns
-
-
-def command(source, output):
-    files = ["--input", str(source), "--output", str(output), "--tokenizer", str(EMBEDDED)]
-    return ["tokenize", *files, "--row-length", "128"]
 
 
 @pytest.mark.full

@@ -48,7 +48,9 @@ def write_questions(path, said):
     return path
 
 
-def test_a_run_evaluates_on_its_way_and_trains_as_without(finished, tokenizer_folder, tmp_path):
+def test_a_run_evaluates_on_its_way_and_trains_as_without(
+    finished, tokenizer_folder, tmp_path, monkeypatch
+):
     # What the model says when it is trained: the last evaluation must find it right.
     llm = LLM(finished / "hf", dtype="float32")
     said = llm.generate(list(ASKED), SamplingParams(max_tokens=12))
@@ -60,7 +62,22 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(finished, tokenizer_fo
         questions=str(write_questions(tmp_path / "questions.jsonl", said)),
         answer_tokens=12,
     )
+    told, real = [], Evaluation.run
+
+    def run(self, parameters, at):
+        return real(self, parameters, lambda text: (told.append(text), at(text)))
+
+    monkeypatch.setattr(Evaluation, "run", run)
     run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section))
+    once = list(dict.fromkeys(told[: told.index("2 of 2 prompts decoded") + 1]))
+    assert [text for text in once if text[:4] not in ("0 of", "1 of")] == [
+        "compiling the losses on held-out rows",
+        "losses on held-out rows",
+        "copying the parameters to decode",
+        "compiling a program",
+        "decoding",
+        "2 of 2 prompts decoded",
+    ]
     assert metric_lines(tmp_path) == metric_lines(finished)
     lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2, 4]
@@ -104,30 +121,6 @@ def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
     assert states(tmp_path) == ["2"]
     run_training(config)
     assert [line["step"] for line in evaluations(tmp_path)] == [0, 2, 4]
-
-
-def test_an_evaluation_says_what_it_does(tokenizer_folder, tmp_path, monkeypatch):
-    said, real = list[str](), Evaluation.run
-
-    def run(self, parameters, at):
-        def also(text):
-            said.append(text)
-            at(text)
-
-        return real(self, parameters, also)
-
-    monkeypatch.setattr(Evaluation, "run", run)
-    section = EvaluationSection(every=2, rows=2, prompts=2, max_tokens=6)
-    run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, steps=2))
-    once = list(dict.fromkeys(said[: said.index("2 of 2 prompts decoded") + 1]))
-    assert [text for text in once if text[:4] not in ("0 of", "1 of")] == [
-        "compiling the losses on held-out rows",
-        "losses on held-out rows",
-        "copying the parameters to decode",
-        "compiling a program",
-        "decoding",
-        "2 of 2 prompts decoded",
-    ]
 
 
 class Failed(Exception):
