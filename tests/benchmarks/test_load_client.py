@@ -1,4 +1,4 @@
-"""Clients against a server that answers by the book: what is heard, and who goes away."""
+"""Clients against a server that answers by the book, and what is said of a server under load."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The step here and the step in PyTorch are the same step."""
+"""The step here and the step in PyTorch are the same; backends of attention, timed."""
 
 import dataclasses
 import json

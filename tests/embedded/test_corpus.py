@@ -1,4 +1,4 @@
-"""The synthetic corpus: reproducible, split by prompt, and right in every sum."""
+"""The synthetic corpus: reproducible, split by prompt, right in every sum; and its files."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""`python -m examples.embedded.words`: one token a word, all else unchanged."""
+"""The embedded model: one token a word, and its folder."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Runs whose folder is in a bucket: as on a disk, bit by bit, and killed at any moment."""
+"""Runs in a bucket are as on a disk; storage that refuses is told by all, and loses nothing."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Several processes in one run, on this machine; and the options that start them."""
+"""Several processes in one run; hosts that are not given the same, or of which one fails alone."""
 
 import dataclasses
 import hashlib

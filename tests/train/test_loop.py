@@ -1,4 +1,4 @@
-"""A whole training run on a tiny recipe: stopped and resumed, refused, exported."""
+"""Whole runs on a tiny recipe: exported, and ended from outside at any moment without a trace."""
 
 import dataclasses
 import os
@@ -161,27 +161,6 @@ def test_a_second_ctrl_c_does_not_wait(capsys):
         "Ctrl-C again stops at once",
         "stopping at once",
     ]
-
-
-@pytest.mark.full
-def test_means_over_an_interval_are_those_of_its_steps_across_a_restart(
-    finished, tokenizer_folder, tmp_path
-):
-    whole = tiny_recipe(tmp_path / "whole", tokenizer_folder, log_every=3)
-    run_training(whole)
-    [three, last] = metric_lines(tmp_path / "whole")
-    steps = metric_lines(finished)
-    assert (three["step"], last) == (3, steps[3])
-    # Every micro-batch has its own number of targets, so the mean lies near the plain one.
-    plain = sum(line["ar_loss"] for line in steps[:3]) / 3
-    assert three["ar_loss"] == pytest.approx(plain, rel=2e-3)
-    assert three["gradient_norm"] == pytest.approx(
-        sum(line["gradient_norm"] for line in steps[:3]) / 3
-    )
-    config = tiny_recipe(tmp_path / "cut", tokenizer_folder, log_every=3, checkpoint_every=2)
-    run_until_killed(config, 2)
-    run_training(config)
-    assert metric_lines(tmp_path / "cut") == metric_lines(tmp_path / "whole")
 
 
 def test_a_killed_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(

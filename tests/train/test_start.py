@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint of the architecture that the recipe states."""
+"""What a run starts from: its checkpoint, mask token and end of turns; runs that cannot begin."""
 
 import dataclasses
 import json
@@ -152,17 +152,6 @@ def chosen(config):
     return mask_token(config, tokenizer, HFCheckpoint(folder).config)
 
 
-def test_an_ar_checkpoint_gets_an_unused_row(qwen, tmp_path):
-    config = masked_recipe(qwen, tmp_path / "run")
-    tokenizer = Tokenizer.from_file(str(qwen / "tokenizer.json"))
-    used = set(tokenizer.get_vocab().values())
-    model = recipe_model(config, qwen)
-    mask = model.mask_token_id
-    assert mask is not None
-    assert mask not in used
-    assert mask < model.vocab_size
-
-
 def test_a_recipe_names_another(qwen, tmp_path):
     tool = tool_id(qwen)
     assert chosen(masked_recipe(qwen, tmp_path / "run", mask_token="<tool>")) == tool
@@ -188,9 +177,9 @@ def test_a_run_that_goes_on_keeps_its_own(qwen, tmp_path):
 
 def test_only_masked_training_needs_one(qwen, tmp_path):
     config = masked_recipe(qwen, tmp_path / "run")
-    model = HFCheckpoint(qwen).config
     tokenizer = Tokenizer.from_file(str(qwen / "tokenizer.json"))
-    full = dataclasses.replace(model, vocab_size=tokenizer.get_vocab_size())
+    size = tokenizer.get_vocab_size()
+    full = dataclasses.replace(HFCheckpoint(qwen).config, vocab_size=size)
     with pytest.raises(InputError, match="rows of the vocabulary are used"):
         mask_token(config, tokenizer, full)
     assert mask_token(dataclasses.replace(config, objective="ar"), tokenizer, full) is None

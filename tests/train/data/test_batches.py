@@ -1,4 +1,4 @@
-"""Global batches on a mesh, whichever rows a host holds."""
+"""The order of rows, a function of seed and step, and global batches on a mesh."""
 
 import dataclasses
 import threading

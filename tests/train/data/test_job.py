@@ -1,4 +1,4 @@
-"""`wedlm tokenize`: the folder it makes, whole or not at all, the same for any worker count."""
+"""`wedlm tokenize`: a folder whole or not at all, the same for any workers, parts and hosts."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Packed rows on disk: what is written is read, and what is damaged is named."""
+"""Packed rows on disk: what is written is read and shown, and what is damaged is named."""
 
 import dataclasses
 import json

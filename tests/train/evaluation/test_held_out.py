@@ -1,4 +1,4 @@
-"""Evaluation in mid-run: the same rows and masks every time, and the decoder's numbers."""
+"""Evaluation in mid-run: the same rows, masks and questions every time."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Recipes: typed, overridable, and refused with one clear sentence."""
+"""Recipes and `wedlm train`: typed, overridable, and refused with one clear sentence."""
 
 import dataclasses
 import re
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+import train.command
 import train.loop
 from train.recipe.config import TrainConfig, describe, load_config, save_config
 from train.recipe.phases import largest_phase
@@ -314,7 +315,7 @@ def test_recipe_and_overrides_reach_the_loop(asked_for, tmp_path, capsys):
 
 def test_help_names_every_field(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["train", "--help"])
+        train.command.main(["--help"])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
     named = {line.split()[0]: line for line in lines if line.startswith("  ") and line.split()}

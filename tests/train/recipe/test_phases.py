@@ -1,4 +1,4 @@
-"""Phases: what changes at given steps, and rows that are neither read twice nor left out."""
+"""Phases, skipped batches and epochs: no row is read twice or left out."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from tests.examples.tiny_run import (
 )
 from tests.train.test_resume import with_sources
 from train.data.batches import PhasedBatches, TrainBatches
-from train.data.order import StepRows, rows_taken
+from train.data.order import StepRows
 from train.data.sources import Epochs
 from train.loop import train as run_training
 from train.optimizer import schedule_of
@@ -114,23 +114,6 @@ def test_a_new_source_its_row_length_and_a_larger_batch():
     # A larger batch is read from the same sequence of rows.
     assert in_one(batches[:8]) == in_one(read(recipe(steps=40)))[: 16 + 32]
     assert {x // 100 for x in in_one(batches[8:])} == {2}
-
-
-def test_a_run_that_resumes_within_any_phase_reads_the_same():
-    phases = [PhaseSection(from_step=3, sources={"a": 1.0}), PhaseSection(from_step=7, rows=4)]
-    whole = read(recipe(*phases))
-    for start in (2, 3, 5, 7, 11):
-        again = read(recipe(*phases), start)
-        assert [b.tolist() for b in again] == [b.tolist() for b in whole[start:]]
-
-
-@pytest.mark.parametrize("weights", [[1.0], [0.7, 0.3], [5, 1, 0.01]])
-def test_rows_of_a_mix_are_counted(weights):
-    for rows in (0, 1, 7, 1000):
-        taken = rows_taken(weights, rows)
-        assert sum(taken) == rows
-        for count, weight in zip(taken, weights, strict=True):
-            assert abs(count - rows * weight / sum(weights)) <= 1.5
 
 
 def test_the_learning_rate_of_a_phase_scales_the_schedule():
@@ -249,15 +232,20 @@ def test_a_run_reads_all_batches_but_these(capsys):
     ]
 
 
-def test_a_phase_begins_behind_what_the_one_before_it_skipped():
+def test_a_phase_begins_behind_what_the_one_before_it_skipped_wherever_a_run_resumes():
     """And a range that its first step would read is of that phase."""
     config = skipping(
-        recipe(PhaseSection(from_step=4, accumulation=4), PhaseSection(from_step=8, rows=4)),
+        recipe(
+            PhaseSection(from_step=4, accumulation=4),
+            PhaseSection(from_step=8, rows=4, sources={"a": 1.0}),
+        ),
         *([2, 3], [7, 7], [13, 13]),
     )
     # The same with phases that have room for what is skipped in them: two, one and one batch.
     roomy = recipe(
-        PhaseSection(from_step=6, accumulation=4), PhaseSection(from_step=11, rows=4), steps=16
+        PhaseSection(from_step=6, accumulation=4),
+        PhaseSection(from_step=11, rows=4, sources={"a": 1.0}),
+        steps=16,
     )
     left = [batch for number, batch in enumerate(read(roomy), 1) if number not in (2, 3, 7, 13)]
     found = read(config)

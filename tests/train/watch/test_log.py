@@ -1,4 +1,4 @@
-"""The log of a run: what a person reads, a file that survives its run, and boards."""
+"""The log of a run: its numbers, where its time went, and what a person and boards read."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Profiles: when they begin and end, whatever happens to the run meanwhile."""
+"""Profiles of steps, and the stacks of a step that stands still."""
 
 import os
 import signal
