@@ -26,6 +26,7 @@ from train.recipe.config import DataSection, ModelSection
 from train.run_files import RunFiles
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf import HFCheckpoint
+from wedlm_jax.checkpoint.orbax import whole_steps
 from wedlm_jax.errors import STORAGE_FAILED, StorageFailure
 from wedlm_jax.host.storage import as_path
 
@@ -88,53 +89,61 @@ def test_the_bucket_tells_generations(bucket):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kills", "steps"), [(1, 8), (20, 100)])
-def test_two_processes_killed_at_random_are_those_that_were_never_killed(
-    bucket, tokenizer_folder, tmp_path, kills, steps
+@pytest.mark.parametrize(
+    ("where", "processes", "kills", "steps"),
+    [("disk", 1, 3, 12), ("disk", 1, 10, 30), ("bucket", 2, 1, 8), ("bucket", 2, 20, 100)],
+)
+def test_a_run_killed_at_random_is_the_run_that_was_never_killed(
+    request, tokenizer_folder, tmp_path, where, processes, kills, steps
 ):
-    """One of them dies at any moment, and the other with it, as a launcher has it."""
+    """One of its processes dies at any moment, and the other with it, as a launcher has it."""
     chance = random.Random(kills)
-    runs = {name: f"{bucket}/runs/{name}-{kills}" for name in ("whole", "killed")}
+    root = tmp_path if where == "disk" else f"{request.getfixturevalue('bucket')}/runs/{kills}"
+    runs = {name: f"{root}/{name}" for name in ("whole", "killed")}
+    settings = {"steps": steps, "checkpoint_every": 2}
     recipes = {
-        name: write_recipe(
-            tiny_recipe(run, tokenizer_folder, steps=steps, checkpoint_every=2), tmp_path / name
-        )
+        name: write_recipe(tiny_recipe(run, tokenizer_folder, **settings), tmp_path / f"{name}-in")
         for name, run in runs.items()
     }
 
     def start(name):
-        common = ["--config", str(recipes[name]), "--num-processes", "2"]
-        common += ["--coordinator", f"localhost:{free_port()}", "--process-id"]
+        arguments, own = ["--config", str(recipes[name])], [{}]
+        if processes > 1:
+            arguments += ["--num-processes", "2", "--coordinator", f"localhost:{free_port()}"]
+            arguments.append("--process-id")
+            own = [{"environment": clients(i)} for i in range(2)]
         return [
-            start_command([*common, str(i)], tmp_path / f"{name}{i}.txt", environment=clients(i))
-            for i in range(2)
+            start_command([*arguments, *[str(i)] * (processes > 1)], said(name, i), **more)
+            for i, more in enumerate(own)
         ]
+
+    def said(name, i=0):
+        return tmp_path / f"{name}{i}.txt"
 
     def ended(name):
         children = start(name)
         for child in children:
             child.join(LIMIT_S)
-        said = [(tmp_path / f"{name}{i}.txt").read_text() for i in range(2)]
-        assert [child.exitcode for child in children] == [0, 0], said
+        told = [said(name, i).read_text() for i in range(processes)]
+        assert [child.exitcode for child in children] == [0] * processes, told
 
     ended("whole")
     for kill in range(kills):
-        children, said = start("killed"), tmp_path / "killed0.txt"
-        wait_until(lambda said=said, kill=kill: attempts(said) > kill)
+        children = start("killed")
+        wait_until(lambda kill=kill: attempts(said("killed")) > kill)
         # As it begins, or behind one or two states more: never so many that it comes to its end.
         before, more = newest_state(runs["killed"]), chance.randrange(3)
         wait_until(lambda wanted=before + 2 * more: newest_state(runs["killed"]) >= wanted)
-        time.sleep(chance.random())
-        assert {child.exitcode for child in children} == {None}, said.read_text()
-        first = chance.randrange(2)
-        children[first].kill()
-        children[1 - first].join(chance.random())
-        children[1 - first].kill()
+        time.sleep(chance.random() * 0.3 * processes)
+        assert {child.exitcode for child in children} == {None}, said("killed").read_text()
+        chance.shuffle(children)
+        for child in children:
+            child.kill()
+            child.join(chance.random())
         for child in children:
             child.join()
     ended("killed")
-    values = [remote_values(f"{run}/hf") for run in runs.values()]
-    assert_same_bits(*values)
+    assert_same_bits(*(remote_values(f"{run}/hf") for run in runs.values()))
     logs = [metric_lines(as_path(run)) for run in runs.values()]
     assert [line["step"] for line in logs[0]] == list(range(1, steps + 1))
     assert logs[1] == logs[0]
@@ -147,8 +156,7 @@ def attempts(said):
 
 def newest_state(run):
     """The step of the newest state that is whole; 0 where there is none."""
-    states = (as_path(run) / "checkpoints").glob("*/commit_success.txt")
-    return max((int(state.parent.name) for state in states), default=0)
+    return max(whole_steps(as_path(run) / "checkpoints"), default=0)
 
 
 def wait_until(happened):

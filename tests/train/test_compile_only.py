@@ -181,39 +181,15 @@ def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, caps
 def test_a_small_step_compiles_for_a_real_topology(topology, remat, blocks):
     """In a process of its own: the compiler's library wants one to itself. With "auto" it compiles
     up to three times."""
-    sizes = {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 1024,
-        "eos_token_id": 1001,
-    }
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "wedlm_jax",
-            "train",
-            "--config",
-            "configs/wedlm_8b.yaml",
-            "--compile-only",
-            "--topology",
-            topology,
-            "rows=8",
-            "row_length=512",
-            f"prediction_blocks={blocks}",
-            "mesh.tensor=2",
-            f"loss.remat={remat}",
-            *(f"model.architecture.{name}={value}" for name, value in sizes.items()),
-        ],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    sizes = "hidden_size=256 intermediate_size=512 num_hidden_layers=2 num_attention_heads=8 "
+    sizes += "num_key_value_heads=8 vocab_size=1024 eos_token_id=1001"
+    command = (
+        f"-m wedlm_jax train --config configs/wedlm_8b.yaml --compile-only --topology {topology}"
     )
+    command += f" rows=8 row_length=512 prediction_blocks={blocks} mesh.tensor=2 loss.remat={remat}"
+    command = [*command.split(), *(f"model.architecture.{size}" for size in sizes.split())]
+    run = {"cwd": Path(__file__).parents[2], "timeout": 600, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *command], **run, check=False)
     assert done.returncode == 0, done.stderr
     assert f"{topology}: 8 chips as fsdp 4 x tensor 2" in done.stdout
     hbm = CHIPS[topology.partition(":")[0]].hbm_bytes // 2**30

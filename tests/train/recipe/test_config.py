@@ -16,7 +16,6 @@ from wedlm_jax.__main__ import main
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 
-COUNTS = ("steps", "rows", "accumulation", "block_size", "log_every", "checkpoint_every")
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
 
@@ -68,154 +67,132 @@ def test_a_saved_recipe_loads_as_the_same(tmp_path):
     assert load_config(tmp_path / "saved.yaml") == config
 
 
-@pytest.mark.parametrize(
-    ("text", "unknown", "near"),
-    [
-        ("stpes: 5", "stpes", "steps"),
-        ("row_lenght: 64", "row_lenght", "row_length"),
-        ("optimizer: {learning_rat: 1}", "optimizer.learning_rat", "optimizer.learning_rate"),
-        ("loss: {wieghting: uniform}", "loss.wieghting", "loss.weighting"),
-        ("lora: {target: [q_proj]}", "lora.target", "lora.targets"),
-        ("optimizer: {lr: 1}", "optimizer.lr", "optimizer.learning_rate"),
-        ("optimizer: {beta2: 1}", "optimizer.beta2", "optimizer.b2"),
-        ("optim: {lr: 1}", "optim", "optimizer.name"),
-        ("optimiser: {lr: 1}", "optimiser", "optimizer"),
-        ("learning_rate: 1", "learning_rate", "optimizer.learning_rate"),
-        ("lr: 1", "lr", "optimizer.learning_rate"),
-        ("batch_size: 1", "batch_size", "rows"),
-        ("per_device_train_batch_size: 1", "per_device_train_batch_size", "rows"),
-        ("evaluation: {batch_size: 1}", "evaluation.batch_size", "evaluation.rows"),
-        ("num_train_epochs: 1", "num_train_epochs", "steps"),
-        ("max_steps: 1", "max_steps", "steps"),
-        ("output_dir: a", "output_dir", "output"),
-        ("save_steps: 1", "save_steps", "checkpoint_every"),
-        ("save_total_limit: 1", "save_total_limit", "keep_checkpoints"),
-        ("logging_steps: 1", "logging_steps", "log_every"),
-        ("eval_steps: 1", "eval_steps", "evaluation.every"),
-        ("warmup_ratio: 1", "warmup_ratio", "optimizer.warmup_steps"),
-        ("optimizer: {warmup: 1}", "optimizer.warmup", "optimizer.warmup_steps"),
-        ("weight_decay: 1", "weight_decay", "optimizer.weight_decay"),
-        ("max_grad_norm: 1", "max_grad_norm", "optimizer.clip_norm"),
-        ("max_seq_length: 1", "max_seq_length", "row_length"),
-        ("gradient_accumulation_steps: 1", "gradient_accumulation_steps", "accumulation"),
-        ("gradient_checkpointing: true", "gradient_checkpointing", "loss.remat"),
-        ("model: {path: a}", "model.path", "model.init_from"),
-        ("model: {name_or_path: a}", "model.name_or_path", "model.init_from"),
-        ("model_name_or_path: a", "model_name_or_path", "model.init_from"),
-        ("data: {path: a}", "data.path", "data.sources"),
-        ("data: {source: a}", "data.source", "data.sources"),
-        ("dataset: a", "dataset", "data.sources"),
-        ("lora: {r: 1}", "lora.r", "lora.rank"),
-        ("lora: {target_modules: [a]}", "lora.target_modules", "lora.targets"),
-        ("bf16: true", "bf16", "loss.dtype"),
-    ],
-)
-def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path, text, unknown, near):
-    path = recipe(tmp_path, text)
-    with pytest.raises(InputError) as refused:
-        load_config(path)
-    assert str(refused.value) == f"{path}: unknown key {unknown!r}; did you mean {near!r}?"
+NEAREST = """
+steps: stpes num_train_epochs max_steps
+rows: batch_size per_device_train_batch_size
+row_length: row_lenght max_seq_length
+accumulation: gradient_accumulation_steps
+output: output_dir
+checkpoint_every: save_steps
+keep_checkpoints: save_total_limit
+log_every: logging_steps
+model.init_from: model.path model.name_or_path model_name_or_path
+data.sources: data.path data.source dataset
+evaluation.every: eval_steps
+evaluation.rows: evaluation.batch_size
+optimizer: optimiser
+optimizer.name: optim
+optimizer.learning_rate: optimizer.learning_rat optimizer.lr learning_rate lr
+optimizer.warmup_steps: optimizer.warmup warmup_ratio
+optimizer.weight_decay: weight_decay
+optimizer.clip_norm: max_grad_norm
+optimizer.b2: optimizer.beta2
+loss.weighting: loss.wieghting
+loss.remat: gradient_checkpointing
+loss.dtype: bf16
+lora.rank: lora.r
+lora.targets: lora.target lora.target_modules
+"""
+"""Fields, and other names for them: misspelt, or of other programs."""
 
 
-FILE, REMAT = None, "auto, none, products, gate, projections, attention, full, offload"
-LORA = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+@pytest.mark.parametrize("line", NEAREST.split("\n")[1:-1])
+def test_an_unknown_key_is_named_with_the_nearest_one(tmp_path, line):
+    near, _, others = line.partition(": ")
+    for unknown in others.split():
+        section, _, name = unknown.rpartition(".")
+        path = recipe(tmp_path, f"{section}: {{{name}: 1}}" if section else f"{name}: 1")
+        with pytest.raises(InputError) as refused:
+            load_config(path)
+        assert str(refused.value) == f"{path}: unknown key {unknown!r}; did you mean {near!r}?"
+
+
+RECIPES = r"""
+qqqq: 5 | unknown key 'qqqq'
+steps: many | steps: expected an integer, not 'many'
+steps: 2.5 | steps: expected an integer, not .*2.5.*
+optimizer: {learning_rate: fast} | optimizer.learning_rate: .* 'fast'
+metrics: {norms: perhaps} | metrics.norms: .* 'perhaps'
+steps: | .*
+optimizer: 3 | .*
+- a\n- b | .*
+just words | .*
+steps: [1, 2 | not valid YAML.*
+a: b: c | not valid YAML.*
+\tsteps: 5 | not valid YAML.*
+steps: *unknown | not valid YAML.*
+rows: 0 | rows must be at least 1, not 0
+{row_length: 100, block_size: 32} | row_length 100 is not a multiple of block_size 32.*
+data: {sources: {a: -1.5}, tokenizer: t} | .* share of a .* not -1.5
+data: {sources: {a: 1}} | data.sources needs the tokenizer .*
+data: {workers: -1} | data.workers must be at least 0, not -1
+data: {prefetch: 0} | data.prefetch must be at least 1, not 0
+data: {tokenizer: t, sources: {a: 1}}\nevaluation: {every: 5} | evaluation.source must name a .*
+"""
+OVERRIDES = r"""
+steps=0 | steps must be at least 1, not 0
+rows=0 | rows must be at least 1, not 0
+accumulation=0 | accumulation must be at least 1, not 0
+block_size=0 | block_size must be at least 1, not 0
+log_every=0 | log_every must be at least 1, not 0
+checkpoint_every=0 | checkpoint_every must be at least 1, not 0
+stepz=5 | unknown key 'stepz'; did you mean 'steps'\?
+steps | expected key=value.*
+loss.attention=flash | loss.attention must be one of dense.*not 'flash'
+objective=mlm | objective must be one of wedlm, ar, drafter, not 'mlm'
+loss.remat=ful | loss.remat must be one of auto, none, .*, full, offload, not 'ful'
+loss.tile=100 | loss.tile must be a multiple of 128, not 100
+loss.weighting=foo | loss.weighting must be inverse_ratio or uniform, not 'foo'
+loss.dtype=int8 | loss.dtype must be bfloat16 or float32, not 'int8'
+optimizer.b2=1.5 | optimizer.b2 must be at least 0 and below 1, not 1.5
+optimizer.clip_norm=0 | optimizer.clip_norm must be above 0, not 0.0
+optimizer.name=sgd | optimizer.name must be adamw or muon, not 'sgd'
+lora.rank=-1 | lora.rank must be at least 0, not -1
+lora={rank: -1} | lora.rank must be at least 0, not -1
+lora.alpha=0 | lora.alpha must be above 0, not 0.0
+lora.targets=[q_proj, lm_head] | lora.targets must be one of q_proj, .*, down_proj, not 'lm_head'
+quantized_training=int4 | quantized_training must be none or int8, not 'int4'
+phases=[{from_step: 2, rows: 0}] | phases\[0\].rows must be at least 1, not 0
+phases=[{from_stop: 10}] | .*unknown key .*
+data.skip=[[9, 2]] | data.skip\[0\] must be \[from, to\], .*counted from 1, not \[9, 2\]
+data.skip=[[0, 3]] | data.skip\[0\] must be .*
+data.skip=[[9, 9], [1, 2, 3]] | data.skip\[1\] must be .*not \[1, 2, 3\]
+data.skip=[[8, 12], [2, 8]] | .*two ranges have batch 8
+data.skip=[5, 9] | data.skip: expected a list of ranges, such as \[\[5001, 5050\]\].*
+data.skip=5 | data.skip: expected a list of ranges.*
+data.skip=[[a, 9]] | data.skip\[0\]\[0\]: expected a list of ranges.*not 'a'
+output=${nowhere} | .*
+"""
+OF_A_DRAFTER = r"""
+lora.rank=0 | objective drafter trains adapters; give lora.rank.*
+drafter.window_size=1 | drafter.window_size must be at least 2.*
+evaluation.questions=x.jsonl | .*a drafter never changes an answer.*
+"""
+OF_ADAPTERS = r"""
+lora.targets=[] | lora.targets must name at least one of q_proj, k_proj, v_proj.*
+optimizer.name=muon | optimizer.name must be adamw with lora.rank.*
+"""
+DRAFTER = "objective: drafter\nlora: {rank: 4}\nmodel: {init_from: x}"
+
+
+def rows(table):
+    return [tuple(line.rsplit(" | ", 1)) for line in table.strip("\n").split("\n")]
 
 
 @pytest.mark.parametrize(
     ("text", "overrides", "origin", "message"),
     [
-        ("qqqq: 5", [], FILE, "unknown key 'qqqq'"),
-        ("steps: many", [], FILE, "steps: expected an integer, not 'many'"),
-        ("steps: 2.5", [], FILE, "steps: expected an integer, not .*2.5.*"),
-        ("optimizer: {learning_rate: fast}", [], FILE, "optimizer.learning_rate: .* 'fast'"),
-        ("metrics: {norms: perhaps}", [], FILE, "metrics.norms: .* 'perhaps'"),
-        *((text, [], FILE, ".*") for text in ("steps:", "optimizer: 3", "- a\n- b", "just words")),
-        *(
-            (text, [], FILE, "not valid YAML.*")
-            for text in ("steps: [1, 2", "a: b: c", "\tsteps: 5", "steps: *unknown")
-        ),
-        ("rows: 0", [], FILE, "rows must be at least 1, not 0"),
-        ("rows: 0", ["steps=5"], FILE, "rows must be at least 1, not 0"),
+        *((text.encode().decode("unicode_escape"), [], None, told) for text, told in rows(RECIPES)),
+        *(("steps: 5", [override], override, told) for override, told in rows(OVERRIDES)),
+        *((DRAFTER, [override], override, told) for override, told in rows(OF_A_DRAFTER)),
+        *(("lora: {rank: 4}", [override], override, told) for override, told in rows(OF_ADAPTERS)),
+        ("rows: 0", ["steps=5"], None, "rows must be at least 1, not 0"),
         ("rows: 4", ["rows=2", "rows=0", "steps=5"], "rows=0", "rows must be .*"),
-        ("{row_length: 100, block_size: 32}", ["steps=5"], FILE, ".*"),
+        ("{row_length: 100, block_size: 32}", ["steps=5"], None, ".*"),
         ("block_size: 32", ["row_length=100"], "row_length=100", "row_length 100 is not .* 32"),
         ("row_length: 64", ["block_size=48"], "block_size=48", ".*"),
-        ("data: {sources: {a: 0, b: 1}}", ["+data.sources.c=1"], FILE, ".*"),
-        (
-            "data: {sources: {a: 1, b: 1}}",
-            ["+data.sources.c=0", "seed=1"],
-            "+data.sources.c=0",
-            "data.sources: the share of c must be above 0, not 0.0",
-        ),
-        ("data: {sources: {a: -1.5}, tokenizer: t}", [], FILE, ".* share of a .* not -1.5"),
-        ("data: {sources: {a: 1}}", [], FILE, "data.sources needs the tokenizer .*"),
-        ("data: {workers: -1}", [], FILE, "data.workers must be at least 0, not -1"),
-        ("data: {prefetch: 0}", [], FILE, "data.prefetch must be at least 1, not 0"),
-        (
-            "data: {tokenizer: t, sources: {a: 1}}\nevaluation: {every: 5}",
-            [],
-            FILE,
-            "evaluation.source must name a folder.*",
-        ),
-        *(
-            ("", [override], override, message)
-            for override, message in (
-                *((f"{name}=0", f"{name} must be at least 1, not 0") for name in COUNTS),
-                ("stepz=5", "unknown key 'stepz'; did you mean 'steps'\\?"),
-                ("steps", "expected key=value.*"),
-                ("loss.attention=flash", "loss.attention must be one of dense.*not 'flash'"),
-                ("objective=mlm", "objective must be one of wedlm, ar, drafter, not 'mlm'"),
-                ("loss.remat=ful", f"loss.remat must be one of {REMAT}, not 'ful'"),
-                ("loss.tile=100", "loss.tile must be a multiple of 128, not 100"),
-                ("loss.weighting=foo", "loss.weighting must be inverse_ratio or uniform, .*'foo'"),
-                ("loss.dtype=int8", "loss.dtype must be bfloat16 or float32, not 'int8'"),
-                ("optimizer.b2=1.5", "optimizer.b2 must be at least 0 and below 1, not 1.5"),
-                ("optimizer.clip_norm=0", "optimizer.clip_norm must be above 0, not 0.0"),
-                ("optimizer.name=sgd", "optimizer.name must be adamw or muon, not 'sgd'"),
-                ("lora.rank=-1", "lora.rank must be at least 0, not -1"),
-                ("lora.alpha=0", "lora.alpha must be above 0, not 0.0"),
-                ("lora.targets=[lm_head]", f"lora.targets must be one of {LORA}, not 'lm_head'"),
-                ("lora={rank: -1}", "lora.rank must be .*"),
-                ("quantized_training=int4", "quantized_training must be none or int8, not 'int4'"),
-                ("phases=[{from_step: 2, rows: 0}]", r"phases\[0\].rows must be at least 1, not 0"),
-                ("phases=[{from_stop: 10}]", ".*unknown key .*"),
-                ("data.skip=[[9, 2]]", r"data.skip\[0\] must be \[from, to\], .* not \[9, 2\]"),
-                ("data.skip=[[0, 3]]", r"data.skip\[0\] must be .*"),
-                ("data.skip=[[9, 9], [1, 2, 3]]", r"data.skip\[1\] must .*not \[1, 2, 3\]"),
-                ("data.skip=[[8, 12], [2, 8]]", ".*two ranges have batch 8"),
-                ("data.skip=[5, 9]", "data.skip: expected a list of ranges, such as .*"),
-                ("data.skip=5", "data.skip: expected a list of ranges.*"),
-                ("data.skip=[[a, 9]]", r"data.skip\[0\]\[0\]: expected a list of .*not 'a'"),
-                ("output=${nowhere}", ".*"),
-            )
-        ),
-        *(
-            ("lora: {rank: 4}", [override], override, message)
-            for override, message in (
-                ("lora.targets=[]", "lora.targets must name at least one of q_proj, k_proj, .*"),
-                ("optimizer.name=muon", "optimizer.name must be adamw with lora.rank.*"),
-            )
-        ),
-        *(
-            ("objective: drafter\nlora: {rank: 4}\nmodel: {init_from: x}", [override], origin, text)
-            for override, origin, text in (
-                (
-                    "lora.rank=0",
-                    "lora.rank=0",
-                    "objective drafter trains adapters; give lora.rank.*",
-                ),
-                (
-                    "drafter.window_size=1",
-                    "drafter.window_size=1",
-                    "drafter.window_size must be at least 2.*",
-                ),
-                (
-                    "evaluation.questions=x.jsonl",
-                    "evaluation.questions=x.jsonl",
-                    ".*a drafter never changes an answer.*",
-                ),
-            )
-        ),
+        ("data: {sources: {a: 0, b: 1}}", ["+data.sources.c=1"], None, ".*"),
+        ("data: {sources: {a: 1}}", ["+data.sources.c=0", "seed=1"], "+data.sources.c=0", ".* 0.0"),
     ],
 )
 def test_a_refusal_is_a_sentence_and_names_where_the_value_comes_from(
@@ -369,12 +346,8 @@ def test_every_size_of_batch_is_compiled_once_as_the_largest_is(tmp_path, monkey
 
     monkeypatch.setattr("train.compile_only.compile_step", compiled)
     monkeypatch.setattr("train.compile_only.describe", lambda step: step.text)
-    arguments = [
-        "train",
-        "--compile-only",
-        "--config",
-        str(recipe(tmp_path, "steps: 50\nrows: 2\n")),
-    ]
+    path = recipe(tmp_path, "steps: 50\nrows: 2\n")
+    arguments = ["train", "--compile-only", "--config", str(path)]
     largest = 2
     assert main(arguments) == 0
     assert capsys.readouterr().out == "2 on v5p:4x4x4\n"
