@@ -129,12 +129,8 @@ def check_train(model, golden, name):
 
 
 def packed_rows(golden, block_size):
-    """The case as one packed row ``[1, 1, L]``, and where its tokens stand in that row.
-
-    The goldens hold each sample's two streams one behind the other; ours, all memory
-    streams, then all prediction streams, samples padded to whole blocks. The last value
-    maps a place of theirs to a place of ours: int ``[2N]`` into ``2L``.
-    """
+    """The case as one packed row ``[1, 1, L]``, and which place of ours each of its ``[2N]``
+    has."""
     bounds = golden["cu_seqlens"]
     samples, where, start = [], [], 0
     for low, high in itertools.pairwise(bounds):

@@ -1,8 +1,4 @@
-"""A bucket of Google Cloud Storage on this machine, for the tests: `gs://bucket`.
-
-`gcp-storage-emulator` knows the API; what it does otherwise than the service, and what breaks
-programs that are right, is mended here (`_AsTheService`).
-"""
+"""A bucket of Google Cloud Storage on this machine, of `gcp-storage-emulator`: `gs://bucket`."""
 
 import contextlib
 import functools
@@ -32,8 +28,8 @@ def variables(port):
 
 
 def clients(host=0):
-    """The same of this process, for one that it starts. What its tensorstore asks for begins with
-    "/hostI", by which the bucket can refuse one host something."""
+    """The same for a child, whose tensorstore asks for "/hostI/...", which the bucket can
+    refuse."""
     own = {name: os.environ[name] for name in variables(0)}
     own["TENSORSTORE_GCS_HTTP_URL"] += f"/host{host}"
     return own
@@ -48,11 +44,8 @@ class Bucket(str):
 
     @contextlib.contextmanager
     def refusing(self, request, status, times=math.inf):
-        """While it is open, answers with ``status`` what matches: a pattern of "PUT PATH?QUERY".
-
-        Args:
-          times: how often; what comes later is answered as ever.
-        """
+        """Answers with ``status`` what matches a pattern of "PUT PATH?QUERY", at most ``times``
+        times."""
         self._refused, self._status, self._times = re.compile(request), status, times
         try:
             yield
@@ -86,8 +79,7 @@ def bucket():
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """One thread a connection: the emulator's own server keeps all others waiting for one client,
-    and refuses the sixth of them."""
+    """One thread per connection; the emulator's own server refuses the sixth client."""
 
     request_queue_size = 128
 
@@ -118,16 +110,8 @@ def _as_the_service():
     from gcp_storage_emulator.server import RequestHandler
 
     class AsTheService(RequestHandler):
-        """Answers as Google's servers do where the emulator does otherwise.
-
-        * An object comes with its generation (`x-goog-generation`), and what a client asks for by
-          generation is kept to. The emulator tells none and keeps to nothing: tensorstore takes
-          the generation of a manifest that it reads for 0, and ends its next read or write of it
-          with "Malformed StorageGeneration". Whether it reads one that it wrote itself is a matter
-          of time, so that one run of many failed.
-        * A request whose client died in the middle changes nothing. The emulator keeps as much as
-          came as the whole object.
-        """
+        """Answers as Google's servers do where the emulator does otherwise: objects come with their
+        generation, which requests may ask for; and one whose client died changes nothing."""
 
         def __init__(self, storage, bucket, lock, *arguments):
             self._bucket, self._lock, self._generation = bucket, lock, 0

@@ -1,7 +1,4 @@
-"""The container's recipe: linted, and its steps followed in a folder that stands for the image.
-
-No container runtime is needed: a step's absolute paths are led into the folder.
-"""
+"""The container's recipe: linted, and its steps followed in a folder that stands for the image."""
 
 import dataclasses
 import http.server
@@ -119,10 +116,7 @@ def test_the_health_check_asks_the_server(port, monkeypatch):
 
 
 class Image:
-    """A folder in the place of an image, in which steps are followed as a builder would.
-
-    All stages have the same one: what a stage copies from an earlier one has that place already.
-    """
+    """A folder in the place of an image, one for all stages, in which steps are followed."""
 
     def __init__(self, folder, arguments):
         self.folder, self.given = folder, arguments

@@ -1,7 +1,4 @@
-"""Every golden case: logits, decodes alone and mixed, traces, packed arrays, losses, gradients.
-
-Figures of the paper's authors' own code; see tests/goldens/README.md.
-"""
+"""Every golden case: figures of the paper's authors' own code; see tests/goldens/README.md."""
 
 import json
 import os
@@ -40,8 +37,7 @@ Decoder = tuple[list[dict[str, Any]], Engine]
 
 @pytest.fixture(scope="class")
 def compiled_as_for_users():
-    """The other tests do without LLVM's expensive passes and XLA's newer emitters; see
-    conftest.py."""
+    """With LLVM's expensive passes and XLA's newer emitters; see conftest.py."""
     name = "jax_disable_most_optimizations"
     before, options_of = jax.config.values[name], compiler.get_compile_options
 
@@ -70,11 +66,7 @@ def models():
 
 @pytest.fixture(scope="module", params=CHECKPOINTS)
 def decoder(request, models):
-    """The cases of a checkpoint, and one engine for all of them.
-
-    The engine is as wide as the widest case, so that it compiles once; each sequence decodes with
-    its own window, a few at a time.
-    """
+    """The cases of a checkpoint, and one engine, as wide as the widest of them."""
     cases = DECODE_CASES[request.param]
     widest = max(case["window_size"] for case in cases)
     # Of one checkpoint at the sizes that users get; each takes its time to compile.
@@ -108,8 +100,7 @@ def test_decodes_one_by_one(decoder):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_decodes_in_any_order(decoder, seed):
-    """Requests in random order, at places and in pages that others have left, their prompts
-    computed in chunks and their prefixes reused."""
+    """In places and pages that others have left, prompts in chunks and prefixes reused."""
     cases, engine = decoder
     order = np.random.default_rng(seed).permutation(len(cases))
     results = engine.decode([as_decode_case(cases[i]).request(int(i)) for i in order])

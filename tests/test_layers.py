@@ -1,5 +1,4 @@
-"""Who imports whom: the library knows neither job, and the jobs not each other. How large files
-may be, and that each has tests."""
+"""Who imports whom, how large files may be, and that each has tests."""
 
 import ast
 import re

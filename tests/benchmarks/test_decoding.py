@@ -1,5 +1,4 @@
-"""What is measured of decoding, on a tiny checkpoint: what is compared decodes the same work, and
-what is counted is there."""
+"""Benchmarks of decoding, on a tiny checkpoint: the same work, and what is counted is there."""
 
 import dataclasses
 import json

@@ -22,15 +22,7 @@ COMMENT = re.compile(r"<!-- ([^>]*) -->\s*\Z")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block.
-
-    Attributes:
-      page: its file.
-      line: of the opening fence, from 1.
-      language: the word behind the opening fence.
-      text: without the fences and their indentation.
-      comment: what an HTML comment right before it says, or "".
-    """
+    """A fenced block, from its opening fence's line; ``comment`` is the HTML comment before it."""
 
     page: Path
     line: int

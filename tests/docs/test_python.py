@@ -37,8 +37,7 @@ def code_lines(text):
 
 @pytest.mark.parametrize("block", EXCERPTS, ids=lambda block: block.name)
 def test_excerpts_are_in_their_file(block):
-    """Lines of ``...`` stand for what is left out; indentation, comments and empty lines may
-    differ."""
+    """Lines of ``...`` stand for what is left out; indentation and comments may differ."""
     source = (ROOT / block.comment.removeprefix("from ")).read_text(encoding="utf-8")
     lines = code_lines(source)
     start = 0

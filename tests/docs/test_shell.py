@@ -190,10 +190,7 @@ ENDS = re.compile(r"[();<>|&\n]+")
 
 
 def commands(script):
-    """Yields the words of every simple command, those in quotes of another one included.
-
-    Variables and arithmetic count as the number 1; assignments and redirections are left out.
-    """
+    """Yields the words of every simple command; variables and arithmetic count as the number 1."""
     script = re.sub(r"(^|\s)#[^\n]*", r"\1", script)
     script = re.sub(r"\\\n\s*", " ", script)
     script = re.sub(r"\d>&\d", "", script)

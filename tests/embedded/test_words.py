@@ -96,8 +96,7 @@ def test_what_cannot_grow_is_refused(tmp_path):
 
 @pytest.mark.full
 def test_the_embedded_model_fills_masks_of_prose_with_words():
-    """Mode paper, which fills masks that do not see each other: where words were spelled with
-    several tokens, every other of these texts had a word that is none."""
+    """Masks do not see each other, so a word of several tokens might come out as none."""
     prose = generate(31, 3000, split="train", weights={"prose": 1.0})
     known = {word for sample in prose for word in re.findall(r"[^\W\d_]+", sample.answer)}
     questions = read_questions(EMBEDDED / "heldout.jsonl")["prose"][:8]

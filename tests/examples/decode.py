@@ -114,8 +114,7 @@ DRAWN = [SamplingParams(mode="paper", temperature=1.0, top_k=3)]
 
 
 def small_engine(model, expected=EVERYTHING, **options):
-    """An engine of few sequences, short pages and short chunks, so that the tiny model's prompts
-    have several of both; it is compiled for all that is ``expected``."""
+    """An engine of few sequences and short pages, compiled for all that is ``expected``."""
     usual = {"window_size": 4, "lookup": 0, "max_batch_size": BATCH, "page_size": 4}
     given = {**usual, "chunk_tokens": 8, **options}
     beside = ("mesh", "grammars", "known_tokens", "store")
@@ -133,8 +132,7 @@ def requests_of(batch, first=0):
 
 
 def run(engine, batch):
-    """Decodes the cases, all submitted at once; results in their order, but for what was cached of
-    a prompt, which depends on who was there before."""
+    """Decodes all cases at once; results in order, but for what was cached of a prompt."""
     return [as_if_first(result) for result in engine.decode(requests_of(batch))]
 
 
@@ -153,8 +151,7 @@ def say_the_same(ours, theirs):
 
 
 def assert_same(ours, theirs):
-    """Tokens, reasons and counts equal, log-probabilities but for rounding: forwards of other
-    sizes add in another order."""
+    """Tokens, reasons and counts equal, log-probabilities but for rounding."""
     plain, other = (dataclasses.replace(result, logprobs=None) for result in (ours, theirs))
     assert plain == other
     assert_logprobs_near(ours, theirs)

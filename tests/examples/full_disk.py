@@ -1,5 +1,4 @@
-"""A disk that fills up under a command: a small one, and, where none may be mounted, a limit on the
-size of files, which the file system refuses in the same way."""
+"""A disk that fills up under a command: a small one, or a limit on the size of files."""
 
 import contextlib
 import subprocess
@@ -16,11 +15,7 @@ sys.exit(main({arguments!r}))
 
 
 def run_with_small_files(arguments, size, setup=""):
-    """Runs ``wedlm`` in a process in which no file may grow beyond ``size`` bytes.
-
-    Args:
-      setup: Python to run there first.
-    """
+    """Runs ``setup`` and ``wedlm`` in a process where no file may grow beyond ``size`` bytes."""
     code = setup + SMALL_FILES.format(size=size, arguments=list(arguments))
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -89,12 +89,7 @@ def gguf_tensors(tensors, kind="llama", heads=4, kv_heads=2):
 
 
 def write_gguf(path, metadata, tensors, *, types=None, architecture="llama"):
-    """Writes a file.
-
-    Args:
-      types: of tensors that are given as the bytes that the file is to hold; the dtype says it of
-        others.
-    """
+    """Writes a file; ``types`` names those of tensors that are given as bytes."""
     import gguf
 
     kinds = {

@@ -10,11 +10,8 @@ END = TINY.eos_token_ids[0]
 
 
 class Automaton:
-    """A random automaton, whose edges are tokens; the end is allowed in its last state alone.
-
-    Args:
-      dead: whether some state has no way on.
-    """
+    """A random automaton over tokens that may end in its last state; if ``dead``, one has no way
+    on."""
 
     def __init__(self, seed, *, dead):
         rng = np.random.default_rng(seed)
@@ -69,8 +66,7 @@ def automaton_of(params):
 
 
 class RandomAutomata:
-    """See `wedlm_jax.grammar.interface.Grammars`. What stands behind a draft that is not allowed is
-    left as it is."""
+    """See `wedlm_jax.grammar.interface.Grammars`; nothing is filled behind a draft not allowed."""
 
     def check(self, params):
         if params.regex == "wrong":

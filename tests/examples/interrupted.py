@@ -23,8 +23,7 @@ def command(folder, program, *arguments):
 
 
 def interrupted(folder, program, *arguments, number=signal.SIGINT):
-    """Sends the signal while ``program`` is being compiled; returns status and standard error of
-    the command, which must end before the compiler does."""
+    """Sends the signal while ``program`` is compiled; returns status and standard error."""
     child = subprocess.Popen(
         [sys.executable, *command(folder, program, *arguments)],
         stdout=subprocess.DEVNULL,

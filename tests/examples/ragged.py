@@ -46,8 +46,7 @@ class Example:
 
 
 def make_spans(rng, lengths, before, *, page_size, columns=None, num_pages=None):
-    """Spans of these lengths behind so many tokens, on pages in random order; and how many pages
-    there are, by default a few more than are needed."""
+    """Spans behind so many tokens, on pages in random order; and how many pages there are."""
     kv = [span + old if span else 0 for span, old in zip(lengths, before, strict=True)]
     needed = [-(-length // page_size) for length in kv]
     num_pages = num_pages or sum(needed) + 4

@@ -15,8 +15,7 @@ TEXTS = ["the cat sat on the mat", "one two three four", "日本語 naïve café
 
 
 def write_tiny_checkpoint(folder, *, tokenizer=True):
-    """Writes the checkpoint. Its weights are large enough that what it says depends on the
-    prompt, wanders, and sometimes ends."""
+    """Writes it, with weights so large that what it says wanders, and sometimes ends."""
     config = ModelConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=32,

@@ -75,8 +75,7 @@ def tiny_recipe(output, tokenizer, **changes):
 
 
 def _rows(config):
-    """Packed rows for the tokenizer of a recipe; where it has none, a name for what is refused
-    without them."""
+    """Packed rows for the tokenizer of a recipe; a mere name where it has none."""
     given = config.data.tokenizer or config.model.init_from
     if given is None or not (Path(given) / "tokenizer.json").exists():
         return "no rows"
@@ -89,8 +88,7 @@ def metric_lines(output):
 
 
 def run_until_killed(config, last):
-    """Trains until the run asks for the batch of step ``last``, where something from outside
-    ends it."""
+    """Trains until the batch of step ``last`` is asked for, and ends there as if from outside."""
 
     class Killed(Exception):
         pass
@@ -123,16 +121,8 @@ def call_before_step(monkeypatch, step, function):
 
 
 def command_in_child(arguments, output, devices=1, environment=None, constants=None, folder=None):
-    """`wedlm train` in a process of its own, what it prints in the file ``output``.
-
-    Args:
-      environment: what is set there, too.
-      constants: what "MODULE.NAME" is there, such as how long to wait.
-      folder: where it works; by default where this process does.
-
-    For `multiprocessing`: its server has imported the project already, so that a child is
-    ready in a moment.
-    """
+    """`wedlm train` in a process of its own, for `multiprocessing`, whose server has all imported;
+    with these ``constants`` ("MODULE.NAME") in ``folder``."""
     with output.open("a", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -165,14 +155,8 @@ def free_port():
 
 
 def run_hosts(arguments, said_in, *, limit=300, **settings):
-    """Runs `wedlm train` as two processes of one run; returns their statuses and what each said.
-
-    Args:
-      arguments: of both.
-      said_in: folder for what they say.
-      limit: seconds within which they have to end; who has not is killed, and has no status.
-      settings: of each of the two: ``arguments_of``, and those of `command_in_child`.
-    """
+    """Runs `wedlm train` as two processes; returns their statuses and what each said. ``settings``,
+    of each: ``arguments_of``, and those of `command_in_child`."""
     address = f"localhost:{free_port()}"
     said = [said_in / f"host{i}.txt" for i in range(2)]
     more = settings.pop("arguments_of", [[], []])

@@ -83,8 +83,7 @@ def test_a_restart_loop_ends_when_a_restart_would_not_help(
 
 @pytest.mark.parametrize("status", EXIT_STATUS)
 def test_the_scripts_follow_the_table_of_statuses(tmp_path, status):
-    """What may pass is tried again, bad input is not; what somebody ended stays so, except under
-    Slurm, which ends a job itself before its time is over."""
+    """Slurm itself ends jobs whose time is over, so there what was ended is queued again."""
     work = ends_with(tmp_path, status, 0)
     ended = run([str(LAUNCH / "restart.sh"), str(work)], tmp_path, PAUSE="0")
     final = (0, BAD_INPUT, BAD_DATA, INTERRUPTED, TERMINATED)

@@ -179,8 +179,7 @@ def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, caps
     ],
 )
 def test_a_small_step_compiles_for_a_real_topology(topology, remat, blocks):
-    """In a process of its own: the compiler's library wants one to itself. With "auto" it compiles
-    up to three times."""
+    """In a process of its own, as the compiler's library wants it."""
     sizes = "hidden_size=256 intermediate_size=512 num_hidden_layers=2 num_attention_heads=8 "
     sizes += "num_key_value_heads=8 vocab_size=1024 eos_token_id=1001"
     command = (

@@ -230,8 +230,7 @@ def test_what_one_host_cannot_use_ends_all(host, tokenizer_folder, tmp_path):
 
 
 class Late:
-    """Sees step 4 of a run's states some seconds after it was asked first, as some file systems
-    tell late of what another host has written."""
+    """Sees step 4 of a run's states late, as some file systems tell of another host's files."""
 
     def __init__(self, seconds):
         self._seconds, self._asked = seconds, 0.0

@@ -274,8 +274,7 @@ def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
 
 @pytest.mark.full
 def test_a_run_averages_and_evaluates_its_adapters(base, tmp_path):
-    """In the first step the rate is 0, so the run evaluates the model that it began with, merged:
-    twice, before and after it."""
+    """The rate of the first step is 0, so what the run began with, merged, is evaluated twice."""
     section = EvaluationSection(every=1, rows=2, prompts=1, max_tokens=4)
     config = lora_recipe(tmp_path, base, evaluation=section, steps=2)
     config.optimizer.average = 0.9

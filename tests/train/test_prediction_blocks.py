@@ -1,5 +1,4 @@
-"""A step without prompts in its prediction stream is the step with them; and who says how many
-blocks there are."""
+"""A step without prompts in its prediction stream is the step with them."""
 
 import dataclasses
 import json
@@ -51,8 +50,7 @@ def conversation(random, *turns):
 
 
 def some_batch():
-    """Prompts before, between and behind answers; a row that needs all the room; a prompt alone;
-    nothing."""
+    """Prompts around answers; a row that needs all the room; a prompt alone; nothing."""
     random = np.random.default_rng(3)
     several = [conversation(random, 6, 3), conversation(random, 1, 2, 9, 4)]
     fullest = [conversation(random, 5, 22, 5)]

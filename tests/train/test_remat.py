@@ -1,5 +1,5 @@
-"""`loss.remat: auto` finds the policy that computes least anew and fits, and the largest
-micro-batches that fit with it, and remembers both."""
+"""`loss.remat: auto`: the policy that computes least anew, and the largest micro-batches that
+fit."""
 
 import dataclasses
 import json
@@ -29,9 +29,7 @@ def tpus(count=4, **axes):
 
 
 class Compiler:
-    """Peaks that fall from policy to policy, 1,000, 900, ... bytes for 16 rows of 512 tokens, and
-    with the rows of a micro-batch but for 100 bytes; what does not fit into 950 is refused, as
-    compilers do."""
+    """Peaks of 1,000, 900, ... bytes for 16 rows, policy by policy; refuses what is above 950."""
 
     def __init__(self):
         self.asked = []

@@ -40,8 +40,7 @@ def step_of(attention):  # type: ignore[no-untyped-def]
 
 @cache
 def batches():
-    """``[2, R, L]`` a step: two micro-batches, samples of many lengths, half of each a prompt, rows
-    of three sources."""
+    """``[2, R, L]`` per step: samples of many lengths, half of each a prompt, of three sources."""
     random = np.random.default_rng(4)
     steps = []
     for _ in range(STEPS):

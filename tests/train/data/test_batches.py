@@ -113,8 +113,7 @@ def test_the_rows_of_each_host_are_told_by_file_and_number(mesh, monkeypatch):
 
 
 def shards_of(local, rows, sharding, own):
-    """What a host of these devices puts on each. The others' rows are not there to be read:
-    here, on the one host there is, all of them are filled with nonsense."""
+    """What a host of these devices puts on each; the others' rows are filled with nonsense."""
     full = {name: np.full(SHAPE, -1, array.dtype) for name, array in local.items()}
     for name, array in local.items():
         full[name][:, rows] = array

@@ -128,8 +128,7 @@ class Failed(Exception):
 
 
 def dies_at(monkeypatch, config, number, failure=Failed):
-    """Runs a recipe until its evaluation of this number, from 0, fails; returns those in the
-    log."""
+    """Runs until evaluation ``number``, from 0, fails; returns those in the log."""
     made, real = 0, Evaluation.run
 
     def run(*arguments):
@@ -308,8 +307,7 @@ def test_held_out_rows_are_drawn_by_the_seed_and_not_the_longest(tmp_path):
 
 
 def write(path, count):
-    """Questions of two regimes and of a third that has no right answers; the answer to question i
-    is i."""
+    """Questions of three regimes, one without right answers; the answer to question i is i."""
     rows = [
         {
             "messages": [{"role": "user", "content": f"number {i}?"}],
