@@ -73,21 +73,6 @@ def test_a_profile_of_another_process_reaches_the_bucket(bucket, monkeypatch):
     assert not files.folder.exists()
 
 
-def test_the_bucket_tells_generations(bucket):
-    """Without them a run failed now and then, with "Malformed StorageGeneration"."""
-    ts = pytest.importorskip("tensorstore")
-
-    def opened():
-        spec = {"driver": "ocdbt", "base": f"{bucket}/generations/"}
-        return ts.KvStore.open(spec, context=ts.Context()).result()
-
-    opened().write("first", b"1").result()
-    other = opened()
-    assert other.read("first").result().value == b"1"
-    other.write("second", b"2").result()  # of a manifest that another has written
-    assert sorted(opened().list().result()) == [b"first", b"second"]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "processes", "kills", "steps"),
@@ -290,13 +275,16 @@ def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
 # --- states that cannot be read ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["_METADATA", "manifest.ocdbt", "the biggest"])
+@pytest.mark.parametrize(
+    "name",
+    ["_METADATA", *(pytest.param(x, marks=pytest.mark.full) for x in ("manifest.ocdbt", ""))],
+)
 def test_a_file_that_cannot_be_opened_is_not_taken_for_a_damaged_one(
     tmp_path, no_pauses, name, capsys
 ):
     """A link to itself, which no one may open, as with EIO, ESTALE or EACCES."""
     write(tmp_path, 2, 4)
-    file = biggest_file(tmp_path / "4") if name == "the biggest" else tmp_path / "4/default" / name
+    file = tmp_path / "4/default" / name if name else biggest_file(tmp_path / "4")
     content = file.read_bytes()
     loop(file)
     with pytest.raises(
@@ -323,7 +311,10 @@ def test_a_read_that_succeeds_the_second_time_is_told(bucket, no_pauses, capsys)
     assert told.count("asking again in 0 s") == 1
 
 
-@pytest.mark.parametrize("request_", ["_METADATA", "manifest.ocdbt", "d/", ""])
+@pytest.mark.parametrize(
+    "request_",
+    ["d/", *(pytest.param(x, marks=pytest.mark.full) for x in ("_METADATA", "manifest.ocdbt", ""))],
+)
 def test_a_bucket_that_refuses_is_not_taken_for_a_damaged_state(bucket, no_pauses, request_):
     folder = as_path(f"{bucket}/refused{len(request_)}")
     write(folder, 2)

@@ -144,7 +144,9 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", ["cut", "flip", *(pytest.param(x, marks=pytest.mark.full) for x in ("gone", "empty"))]
+)
 def test_a_damaged_state_is_told_and_the_one_before_it_is_used(tmp_path, damage):
     write(tmp_path, 2, 4)
     DAMAGES[damage](biggest_file(tmp_path / "4"))

@@ -58,7 +58,13 @@ def some_batch():
     return packed([several, fullest, prompt, []], LENGTH)
 
 
-@pytest.mark.parametrize("attention", IMPLEMENTATIONS)
+COSTLY = ("dense", "streams")
+BACKENDS = [
+    pytest.param(name, marks=[pytest.mark.full] * (name in COSTLY)) for name in IMPLEMENTATIONS
+]
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
 def test_loss_and_gradients_are_those_with_all_blocks(attention, monkeypatch):
     monkeypatch.setattr(splash, "attend_splash", partial(splash.attend_splash, interpret=True))
     rows, masked, ratio = some_batch()

@@ -11,7 +11,7 @@ from tests.examples.tiny_run import tiny_recipe
 from train.loop import train as run_training
 from train.recipe.config import MetricsSection
 from train.watch.log import MetricsLog, TensorBoard, Wandb, run_id
-from train.watch.records import Interval, PendingMetrics, TooManySkipped, as_json, cut_back, flatten
+from train.watch.records import Interval, PendingMetrics, TooManySkipped, as_json, cut_back
 from train.watch.run_time import KINDS, Attempt, RunTime, read_attempts, shares
 from wedlm_jax.errors import InputError
 
@@ -167,16 +167,6 @@ def step(mlm, masked, ar, targets, **more):
         "skipped": np.int32(0),
         "denominators": counts,
         **more,
-    }
-
-
-def test_losses_by_ratio_become_numbers_and_empty_bins_none():
-    metrics = {"loss": np.float32(2), "mlm_loss_by_ratio": np.array([0.5, 0, 1, 2], np.float32)}
-    assert flatten(metrics) == {
-        "loss": 2.0,
-        "mlm_loss_ratio_0.00_0.25": 0.5,
-        "mlm_loss_ratio_0.50_0.75": 1.0,
-        "mlm_loss_ratio_0.75_1.00": 2.0,
     }
 
 
