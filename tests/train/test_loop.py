@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.examples.tiny_run import (
     write_recipe,
 )
 from tests.train.test_checkpoint import biggest_file, flip
+from train.data.manifest import read_manifest
 from train.distributed import AgreedStop
 from train.loop import RunStopped
 from train.loop import train as run_training
@@ -174,6 +176,12 @@ def test_a_killed_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
     run_training(config)
     said = capsys.readouterr().out
     assert "is set aside" in said
+    [source] = config.data.sources
+    rows = read_manifest(Path(source)).rows
+    epochs = f"{16 / rows:.2f} epochs of {rows} rows in the whole run, {8 / rows:.2f} done"
+    assert f"{source}: {epochs}" in said
+    epochs = [line[f"epoch/{source}"] for line in metric_lines(tmp_path)]
+    assert epochs == [round(4 * step / rows, 4) for step in (1, 2, 3, 4)]
     assert "resumed from step 2" in said
     assert metric_lines(tmp_path) == metric_lines(finished)
     assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))

@@ -188,8 +188,8 @@ def test_only_masked_training_needs_one(qwen, tmp_path):
 def test_text_that_has_the_mask_token_is_told(qwen, tmp_path, capsys):
     (tmp_path / "in.jsonl").write_text('{"text": "a <tool> b <tool>"}\n{"text": "c"}\n')
     rows = tmp_path / "rows"
-    options = ["--input", str(tmp_path / "in.jsonl"), "--output", str(rows), "--row-length", "64"]
-    assert tokenize([*options, "--tokenizer", str(qwen)]) == 0
+    options = ["--input", str(tmp_path / "in.jsonl"), "--row-length", "64"]
+    assert tokenize([*options, "--tokenizer", str(qwen), "--output", str(rows)]) == 0
     assert "mask token" not in capsys.readouterr().out
     tool = tool_id(qwen)
     config = masked_recipe(qwen, tmp_path / "run", mask_token="<tool>")
@@ -198,15 +198,11 @@ def test_text_that_has_the_mask_token_is_told(qwen, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"mask token {tool} (<tool>)" in said
     assert f"{rows}: the text has the mask token {tool} 2 times" in said
-
-
-def test_tokenize_tells_it_of_a_model_that_has_chosen(qwen, tmp_path, capsys):
-    config = json.loads((qwen / "config.json").read_text()) | {"mask_token_id": tool_id(qwen)}
-    (qwen / "config.json").write_text(json.dumps(config))
-    (tmp_path / "in.jsonl").write_text('{"text": "a <tool> b"}\n')
-    options = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "rows")]
-    assert tokenize([*options, "--row-length", "64", "--tokenizer", str(qwen)]) == 0
-    assert f"input: the text has the mask token {tool_id(qwen)} 1 times" in capsys.readouterr().out
+    # Of a model that has chosen, it is told when the text is tokenised.
+    described = json.loads((qwen / "config.json").read_text()) | {"mask_token_id": tool}
+    (qwen / "config.json").write_text(json.dumps(described))
+    assert tokenize([*options, "--tokenizer", str(qwen), "--output", f"{rows}2"]) == 0
+    assert f"input: the text has the mask token {tool} 2 times" in capsys.readouterr().out
 
 
 DOCUMENT = 0

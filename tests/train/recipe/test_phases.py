@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
-from tests.examples.data import NumberedRows, documents, tokenised, write_jsonl
+from tests.examples.data import NumberedRows
 from tests.examples.tiny_run import (
     ARCHITECTURE,
     metric_lines,
@@ -20,7 +20,6 @@ from tests.examples.tiny_run import (
     run_until_killed,
     tiny_recipe,
 )
-from tests.train.test_resume import with_sources
 from train.data.batches import PhasedBatches, TrainBatches
 from train.data.order import StepRows
 from train.data.sources import Epochs
@@ -358,17 +357,3 @@ def test_what_a_run_takes_is_told_and_too_much_is_warned_of():
     assert [line.partition(":")[0] for line in warned] == ["a", "warning", "b"]
     assert "a: more than 4 epochs, from where on" in warned[1]
     assert not any("warning" in line for line in epochs_of(recipe(steps=80)).lines(0))
-
-
-@pytest.mark.full
-def test_a_run_says_its_epochs_at_each_start_and_in_its_metrics(tmp_path, capsys):
-    records = write_jsonl(tmp_path / "a.jsonl", documents(20, seed=0))
-    rows = tokenised([records], tmp_path / "a").rows
-    config = with_sources(tmp_path / "run", {tmp_path / "a": 1.0}, checkpoint_every=2)
-    run_until_killed(config, 2)
-    assert f"{tmp_path / 'a'}: {16 / rows:.2f} epochs of {rows} rows" in capsys.readouterr().out
-    run_training(dataclasses.replace(config))
-    said = capsys.readouterr().out
-    assert f"{16 / rows:.2f} epochs of {rows} rows in the whole run, {8 / rows:.2f} done" in said
-    found = [line[f"epoch/{tmp_path / 'a'}"] for line in metric_lines(tmp_path / "run")]
-    assert found == [round(4 * step / rows, 4) for step in (1, 2, 3, 4)]
