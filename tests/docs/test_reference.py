@@ -54,19 +54,10 @@ def test_docstrings_become_lists():
         raise NotImplementedError(one, other)
 
     function.__annotations__ = {"one": "int", "other": "str | None", "return": "int"}
-    assert docstring(function).split("\n") == [
-        "Adds.",
-        "",
-        "Not `much`.",
-        "",
-        "Args:",
-        "",
-        "- `one`: the first, which is long.",
-        "- `other`: the second.",
-        "",
-        "Returns: their sum.",
-        "",
-    ]
+    assert docstring(function) == (
+        "Adds.\n\nNot `much`.\n\nArgs:\n\n- `one`: the first, which is long.\n"
+        "- `other`: the second.\n\nReturns: their sum.\n"
+    )
     assert signature("f", function) == "f(one: int, *, other: str | None = 'x') -> int"
 
 

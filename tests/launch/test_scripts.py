@@ -62,14 +62,7 @@ def test_shellcheck_finds_nothing():
 
 @pytest.mark.parametrize(
     ("statuses", "limit", "end", "restarts"),
-    [
-        ([0], 5, 0, 0),
-        ([1, 137, 0], 5, 0, 2),
-        ([1, 2], 5, 2, 1),
-        ([143], 5, 143, 0),
-        ([130], 5, 130, 0),
-        ([9, 9, 9], 2, 9, 2),
-    ],
+    [([1, 137, 0], 5, 0, 2), ([1, 2], 5, 2, 1), ([9, 9, 9], 2, 9, 2)],
 )
 def test_a_restart_loop_ends_when_a_restart_would_not_help(
     tmp_path, statuses, limit, end, restarts
