@@ -37,9 +37,6 @@ LOGITS_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 
-Check = tuple[str, str | None]
-"""A case's name and what is wrong with it, None when it passes."""
-
 
 def all_checks(folder):
     """Every check of every checkpoint under ``folder``."""

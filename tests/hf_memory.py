@@ -27,7 +27,7 @@ from wedlm_jax.sharding import make_mesh
 def memory(field):
     """Bytes: "VmRSS" is what is resident now, "VmHWM" the most that ever was."""
     status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+    return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024
 
 
 def main(source, destination, shard_bytes):

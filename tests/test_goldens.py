@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +30,6 @@ GOLDENS = Path(__file__).parent / "goldens"
 CHECKPOINTS = ("qwen2_style", "qwen3_style")
 DECODE_CASES = {name: read_decode_cases(GOLDENS / name) for name in CHECKPOINTS}
 TRAIN_CASES = [(name, i) for name in CHECKPOINTS for i in range(5)]
-
-Decoder = tuple[list[dict[str, Any]], Engine]
 
 
 @pytest.fixture(scope="class")

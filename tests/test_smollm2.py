@@ -62,7 +62,6 @@ def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder)
     for name, tensor in found.tensors.items():
         np.testing.assert_array_equal(tensor.read(), theirs[name].numpy(), err_msg=name)
     tokenizer, codec = AutoTokenizer.from_pretrained(file.parent, **given), TextCodec.load(folder)
-    assert codec is not None
     assert codec.tokenizer.chat_template == tokenizer.chat_template
     for text in (*PROMPTS, ANSWER, "naïve café 日本語\n\n  two  spaces", "<|im_start|>user\n"):
         ours = codec.encode_rendered(text)
@@ -80,7 +79,6 @@ def test_next_tokens_of_a_chat_are_those_of_transformers(folder):
     from wedlm_jax.masks import CausalMask
 
     codec = TextCodec.load(folder)
-    assert codec is not None
     chat = [{"role": "user", "content": PROMPTS[0]}, {"role": "assistant", "content": ANSWER}]
     tokens = np.array([codec.encode_rendered(codec.render_chat(chat, add_generation_prompt=False))])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

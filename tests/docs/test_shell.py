@@ -86,7 +86,7 @@ def parser(command):
     def refuse(message):
         raise Refused(f"{command}: {message}")
 
-    made.error = refuse  # type: ignore[method-assign,assignment]
+    made.error = refuse
     return made
 
 

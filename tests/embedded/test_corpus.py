@@ -27,7 +27,7 @@ APPLY = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.
 
 @cache
 def samples(seed=0, count=3000, split="train"):
-    return tuple(generate(seed, count, split=split))  # type: ignore[arg-type]
+    return tuple(generate(seed, count, split=split))
 
 
 def of_regime(regime):

@@ -68,8 +68,8 @@ def options(inputs, output, **changes):
     return TokeniseOptions(
         inputs=tuple(map(str, inputs)),
         output=str(output),
-        samples=SampleOptions(**{"tokenizer": str(EMBEDDED), "row_length": ROW, **samples}),  # type: ignore[arg-type]
-        **{"block_size": BLOCK, **rest},  # type: ignore[arg-type]
+        samples=SampleOptions(**{"tokenizer": str(EMBEDDED), "row_length": ROW, **samples}),
+        **{"block_size": BLOCK, **rest},
     )
 
 

@@ -141,7 +141,7 @@ def as_if_first(result):
 
 
 def in_mode(case, mode, **changes):
-    params = dataclasses.replace(case.params, mode=mode, **changes)  # type: ignore[arg-type]
+    params = dataclasses.replace(case.params, mode=mode, **changes)
     return dataclasses.replace(case, params=params)
 
 

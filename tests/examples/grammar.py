@@ -45,7 +45,7 @@ class Walker:
     """See `wedlm_jax.grammar.interface.Matcher`."""
 
     def __init__(self, automaton):
-        self.automaton, self.text = automaton, list[int]()
+        self.automaton, self.text = automaton, []
 
     def consume_tokens(self, sampled_tokens):
         self.text += sampled_tokens
@@ -60,7 +60,6 @@ class Walker:
 
 def automaton_of(params):
     """That of ``regex="7"``; ``"7 dead"`` has a state without a way on."""
-    assert params.regex is not None
     seed, _, dead = params.regex.partition(" ")
     return Automaton(int(seed), dead=bool(dead))
 

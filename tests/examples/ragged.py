@@ -105,7 +105,7 @@ def run_xla(example, dtype=jnp.float32, *, deterministic=False, tile=6, together
         deterministic=deterministic,
         tile=tile,
         together=together,
-    )  # type: ignore[no-any-return]
+    )
 
 
 @partial(jax.jit, static_argnames=("num_pages", "deterministic", "tile", "together"))

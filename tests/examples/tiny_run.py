@@ -65,7 +65,7 @@ def tiny_recipe(output, tokenizer, **changes):
         optimizer=OptimizerSection(learning_rate=0.01, warmup_steps=1),
         loss=LossSection(dtype="float32", remat="none", chunk=64),
     )
-    config = dataclasses.replace(config, **changes)  # type: ignore[arg-type]
+    config = dataclasses.replace(config, **changes)
     if not config.data.sources:
         rows = _rows(config)
         config.data.sources = {rows: 1.0}
@@ -106,7 +106,7 @@ def call_before_step(monkeypatch, step, function):
     """``function`` is called when a run asks for the batch of ``step``."""
     real = train.loop.PhasedBatches
 
-    class Watched(real):  # type: ignore[misc, valid-type]
+    class Watched(real):
         def __init__(self, *arguments, start, **settings):
             super().__init__(*arguments, start=start, **settings)
             self.step = start

@@ -48,7 +48,7 @@ PLAIN = ModelConfig(
 
 
 def tiny_transformer(**changes):
-    return Transformer(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(5))  # type: ignore[arg-type]
+    return Transformer(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(5))
 
 
 @jax.tree_util.register_dataclass

@@ -43,7 +43,7 @@ GRAPH, FIRST, FROZEN = nnx.split(MODEL, nnx.LoRAParam, ...)
 
 
 def objective(**changes):
-    return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, **changes))  # type: ignore[arg-type]
+    return Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=8, **changes))
 
 
 def adapters(seed=0):

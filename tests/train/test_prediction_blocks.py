@@ -27,13 +27,10 @@ from train.prediction_blocks import (
 from train.recipe.config import DataSection, PhaseSection, TrainConfig
 from train.recipe.phases import phases_of
 from wedlm_jax.attention import IMPLEMENTATIONS, splash
-from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import prediction_blocks
 
 LENGTH, ROOM = 32, 6
-
-Batch = tuple[PackedRows, object, object]
 
 
 def placed(rows, room=ROOM):
@@ -125,7 +122,6 @@ def chat_recipe(output, folder, **changes):
 @pytest.mark.full
 def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(chats, tmp_path, capsys):
     most = read_manifest(chats).most_trainable_blocks
-    assert most is not None
     assert 1 < most < 8
     config = chat_recipe(tmp_path / "auto", chats, checkpoint_every=2)
     run_training(config)

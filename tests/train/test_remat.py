@@ -65,14 +65,14 @@ def test_what_fits_nowhere_is_refused():
 
 @pytest.fixture
 def cache(tmp_path):
-    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     yield tmp_path
     jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_what_was_found_is_remembered_for_the_same_program_only(cache):
-    config, said, compiler = TrainConfig(rows=16), list[str](), Compiler()
+    config, said, compiler = TrainConfig(rows=16), [], Compiler()
 
     def settle(config, capacity=800, model=TINY):
         return settled(config, model, tpus(16), capacity, compiler.peak, said.append).loss.remat
@@ -157,7 +157,7 @@ def test_a_small_step_fits_this_machine(cache):
 def test_micro_batches_are_cut_no_finer_than_the_cheapest_policy_needs(
     cache, capacity, policy, parts
 ):
-    compiler, said = Compiler(), list[str]()
+    compiler, said = Compiler(), []
     recipe = TrainConfig(
         rows=16, accumulation=3, row_length=4096, phases=[PhaseSection(from_step=9, accumulation=1)]
     )

@@ -33,7 +33,7 @@ def objective(attention):
 
 
 @cache
-def step_of(attention):  # type: ignore[no-untyped-def]
+def step_of(attention):
     """One for all tests: what it has compiled for a mesh serves the next."""
     return make_train_step(GRAPH, optimizer(), objective(attention))
 

@@ -136,13 +136,11 @@ def qwen(tmp_path):
 
 
 def tool_id(qwen):
-    token = Tokenizer.from_file(str(qwen / "tokenizer.json")).token_to_id("<tool>")
-    assert token is not None
-    return token
+    return Tokenizer.from_file(str(qwen / "tokenizer.json")).token_to_id("<tool>")
 
 
 def masked_recipe(qwen, output, **model):
-    section = ModelSection(init_from=str(qwen), **model)  # type: ignore[arg-type]
+    section = ModelSection(init_from=str(qwen), **model)
     return tiny_recipe(output, None, model=section)
 
 

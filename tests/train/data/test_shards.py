@@ -70,7 +70,7 @@ def tokenizer():
 
 def recipe(sources, **changes):
     fields = {"steps": 5, "rows": 4, "row_length": ROW, "block_size": BLOCK, **changes}
-    return TrainConfig(data=DataSection(sources=sources), **fields)  # type: ignore[arg-type]
+    return TrainConfig(data=DataSection(sources=sources), **fields)
 
 
 def test_a_damaged_row_is_named_when_it_is_read(folder):

@@ -106,7 +106,6 @@ def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("ping pong quince").tokens == ["ping", "Ġpong", "Ġquince"]
     codec = TextCodec.load(folder)
-    assert codec is not None
     assert codec.tokenizer.mask_token == "<|mask|>"
     assert codec.tokenizer.eos_token == "<|im_end|>"
     assert codec.decode(codec.encode_chat(TURNS[:1])) == "user\nping ping\nassistant\n"

@@ -7,7 +7,6 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import jax
 import numpy as np
@@ -33,6 +32,7 @@ from wedlm_jax.errors import CompilingInterrupted, InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
+from wedlm_jax.text import TextCodec
 
 ASKED = ("two red boxes", "7 + 5 =", "Count: 1, 2,")
 
@@ -103,7 +103,7 @@ def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
     config = tiny_recipe(
         tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=100, log_every=2
     )
-    steps, number, real = list[int](), 0, Engine.step
+    steps, number, real = [], 0, Engine.step
 
     def step(*arguments, **named):
         nonlocal number
@@ -359,9 +359,7 @@ def test_a_bad_file_is_refused_before_anything_is_made(tmp_path):
 
 def asked(path, tokenizer, room=256, **changes):
     config = tiny_recipe("unused", None, evaluation=section(path, **changes))
-    found = asked_questions(config, drawn_questions(config.evaluation), tokenizer, room)
-    assert found is not None
-    return found
+    return asked_questions(config, drawn_questions(config.evaluation), tokenizer, room)
 
 
 def test_a_prompt_without_room_is_refused_by_line(tmp_path, tokenizer_folder):
@@ -379,11 +377,7 @@ class Parrot:
     """In the stead of an engine: says each prompt's number, and a wrong one to number 4."""
 
     def __init__(self, tokenizer):
-        from wedlm_jax.text import TextCodec
-
-        codec = TextCodec.load(tokenizer)
-        assert codec is not None
-        self._codec, self.heard = codec, list[str]()
+        self._codec, self.heard = TextCodec.load(tokenizer), []
 
     def decode(self, requests, told, max_forwards):
         return [self._say(self._codec.decode(request.prompt)) for request in requests]
@@ -399,7 +393,7 @@ class Parrot:
 def test_processes_ask_each_question_once_and_count_together(tmp_path, tokenizer_folder, processes):
     questions = asked(write(tmp_path / "questions.jsonl", 9), tokenizer_folder)
     parrot = Parrot(tokenizer_folder)
-    counts = [questions.answer(cast(Engine, parrot), i, processes, print) for i in range(processes)]
+    counts = [questions.answer(parrot, i, processes, print) for i in range(processes)]
     assert sorted(parrot.heard) == [str(i) for i in range(9)]
     record = questions.record(sum(counts[1:], counts[0]))
     made = record.pop("question_tokens_per_forward")
