@@ -2,6 +2,7 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,14 @@ COMMAND = ROOT / "wedlm_jax" / "__main__.py"
 """The one file that knows all."""
 
 
+@cache
+def tree_of(file):
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def imported(file):
     """Top-level names of the packages that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -38,9 +44,14 @@ def test_packages_do_not_import_each_other(package, others):
     assert {file: names for file, names in wrong.items() if names} == {}
 
 
+@cache
 def imported_files(file):
     """The project's files that a file imports by name, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    return set(_imported_files(file))
+
+
+def _imported_files(file):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 module = ROOT.joinpath(*node.module.split("."))
@@ -55,7 +66,7 @@ def imported_files(file):
 def test_no_circle_of_imports():
     """Counts imports under `TYPE_CHECKING` and inside functions, too."""
     files = [file for package in FOLDERS for file in (ROOT / package).rglob("*.py")]
-    graph = {file: set(imported_files(file)) for file in files}
+    graph = {file: imported_files(file) for file in files}
 
     def reached(start):
         found, todo = set(), [start]
@@ -105,4 +116,4 @@ def test_every_module_has_tests():
 
 
 def docstring(file):
-    return ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return ast.get_docstring(tree_of(file)) or ""

@@ -38,6 +38,15 @@ def folder():
     return find_model("smollm2")
 
 
+@pytest.fixture(scope="module")
+def theirs(folder):
+    """The same model in transformers."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def test_the_checkpoint_is_whole(folder):
     config = HFCheckpoint(folder).config
     assert (config.model_type, config.num_hidden_layers) == ("llama", 30)
@@ -68,12 +77,12 @@ def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder)
         assert ours == tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
-def test_next_tokens_of_a_chat_are_those_of_transformers(folder):
+@pytest.mark.full
+def test_next_tokens_of_a_chat_are_those_of_transformers(folder, theirs):
     """Of one forward, without the engine, whose programs for a real model take long to compile."""
     torch = pytest.importorskip("torch")
     import jax
     import jax.numpy as jnp
-    import transformers
 
     from wedlm_jax.checkpoint.model import load_checkpoint
     from wedlm_jax.masks import CausalMask
@@ -81,7 +90,6 @@ def test_next_tokens_of_a_chat_are_those_of_transformers(folder):
     codec = TextCodec.load(folder)
     chat = [{"role": "user", "content": PROMPTS[0]}, {"role": "assistant", "content": ANSWER}]
     tokens = np.array([codec.encode_rendered(codec.render_chat(chat, add_generation_prompt=False))])
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = theirs(torch.from_numpy(tokens)).logits[0].numpy()
 
@@ -108,12 +116,9 @@ def answers(llm):
     return llm.chat(chats, SamplingParams(max_tokens=40, draft="lookup"))
 
 
-def test_greedy_answers_are_those_of_transformers(folder, llm, answers):
+def test_greedy_answers_are_those_of_transformers(theirs, llm, answers):
     """Each token is the most likely one by transformers, or ties with it."""
     torch = pytest.importorskip("torch")
-    import transformers
-
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for prompt, answer in zip((*PROMPTS, EDIT), answers, strict=True):
         ids = llm.chat_prompt([{"role": "user", "content": prompt}])
         assert answer.token_ids
@@ -139,6 +144,7 @@ def test_a_chat_through_the_server(llm, answers):
     assert answer["choices"][0]["message"]["content"] == answers[0].text
 
 
+@pytest.mark.full
 def test_a_job(tmp_path, answers):
     chats = [[{"role": "user", "content": prompt}] for prompt in (*PROMPTS, EDIT)]
     file, output = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"

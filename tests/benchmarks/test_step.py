@@ -149,6 +149,7 @@ def test_backends_of_attention(tmp_path, capsys):
     assert "4 heads of 8, 2 KV heads, float32" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_as_a_command_a_refusal_is_a_sentence_and_status_2():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.attention", "--lengths", "100"],
