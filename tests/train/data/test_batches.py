@@ -178,15 +178,6 @@ def test_an_epoch_reads_every_row_once_and_the_next_in_another_order():
     assert list(epochs[0]) != list(epochs[1])
 
 
-def test_the_places_of_a_steps_rows_are_told_without_reading_them():
-    sets = ((NumberedRows(20), 0.7), (NumberedRows(9, first=100), 0.3))
-    steps = steps_of(*sets)
-    for step in (0, 3, 11):
-        places = steps.places(step)
-        told = [[int(file.split()[1]) + number for file, number in turn] for turn in places]
-        np.testing.assert_array_equal(told, numbers(steps, step))
-
-
 def test_fewer_rows_than_a_batch_are_refused():
     with pytest.raises(InputError, match="5 packed rows are fewer than one batch of 6"):
         steps_of((NumberedRows(3), 1.0), (NumberedRows(2), 1.0))
