@@ -161,6 +161,15 @@ def _left(folder: Path, name: str) -> Iterator[contextlib.AbstractContextManager
         yield file
 
 
+def any_in_use(folder: Path) -> bool:
+    """Returns whether another process is writing a part file in ``folder``."""
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+            if not _lock(file):
+                return True
+    return False
+
+
 def _lock(file: IO[bytes]) -> bool:
     """Locks a file; returns False if another process holds the lock. On a file system without locks
     always returns True."""

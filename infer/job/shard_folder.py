@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infer.job.input import SPOOL, Shard, Workload
-from infer.job.part_file import FORMAT, SUFFIX, PartFile, whole_records
+from infer.job.part_file import FORMAT, SUFFIX, PartFile, any_in_use, whole_records
 from infer.job.result_record import Counts
 from wedlm_jax import __version__
 from wedlm_jax.errors import InputError, counted, file_error
@@ -299,9 +299,12 @@ class ShardFolder:
             self.parts.mkdir(exist_ok=True)
 
     def release(self) -> None:
-        """Gives up the folder if the job has kept neither records nor the copy of a pipe in it."""
+        """Gives up the folder if the job has kept neither records nor the copy of a pipe in it, and
+        no other process works on it."""
         with naming(self.folder), alone(self.folder):
             if read_job(self.folder) != self._job or _kept_of_another(self.folder):
+                return
+            if any_in_use(self.parts):
                 return
             if (self.folder / STATS).exists() or list(self.folder.glob(f"{SPOOL}*")):
                 return
@@ -313,8 +316,12 @@ class ShardFolder:
     def _check_owner(self) -> None:
         """Checks that no other job has taken the folder, with ``overwrite``."""
         found = read_job(self.folder)
-        if found is None and self.folder.is_dir() and create_json(self.folder / JOB, self._job):
-            return  # another process of this job has released it
+        if found is None:  # another process of this job has released it, or somebody removed it
+            with naming(self.folder):
+                self.folder.mkdir(exist_ok=True)
+            if create_json(self.folder / JOB, self._job):
+                return
+            found = read_job(self.folder)
         if found == self._job:
             return
         raise InputError(

@@ -227,6 +227,28 @@ def test_a_shard_that_another_process_is_at_is_left_to_it(model, quick, decoded,
     assert kept + 4 <= len(decoded) <= 12
 
 
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+@pytest.mark.parametrize("harm", ["the same command", "a removed folder"])
+def test_a_job_without_records_yet_outlives(harm, model, quick, output, monkeypatch, capsys):
+    write(words(4))
+    assert run(model, output="alone") == 0
+    begin, depth = ShardFolder.open, itertools.count()
+
+    def meanwhile(self, *arguments):
+        part = begin(self, *arguments)
+        if next(depth) == 0:
+            if harm == "the same command":
+                assert run(model, output=output) == 0
+                assert "1 of 1 shard still unfinished" in capsys.readouterr().err
+            else:
+                shutil.rmtree(self.folder)
+        return part
+
+    monkeypatch.setattr(ShardFolder, "open", meanwhile)
+    assert run(model, output=output) == 0
+    assert results(output) == results("alone")
+
+
 def test_progress_counts_what_other_processes_finish(model, quick, monkeypatch):
     write(words(40))
     shown, seal, other = list[int](), ShardFolder.seal, itertools.count()
