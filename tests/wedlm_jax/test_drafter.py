@@ -132,6 +132,7 @@ def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention):
     there = np.asarray(ROWS.segment_ids) > 0
     np.testing.assert_allclose(hidden[:, :LENGTH][there], text[there], atol=1e-5)
     assert {length for *_, length in windows_of(one)} > {WIDTH}, "some end with their text"
+    assert one.wanted.sum() == sum(length - 1 for *_, length in windows_of(one))
     number = dict.fromkeys(range(len(SAMPLES)), 0)
     of_windows = zip(windows_of(one), *windows_alone(model, one), strict=True)
     for (row, anchor, length), masks, teacher in of_windows:
@@ -139,6 +140,8 @@ def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention):
         own = text[row, anchor - 1 : anchor - 1 + length]
         np.testing.assert_allclose(hidden[row, at : at + length], masks[:length], atol=2e-5)
         np.testing.assert_allclose(teacher[:length], own, atol=2e-5)
+        wanted = one.wanted[row, at - LENGTH : at - LENGTH + length]
+        np.testing.assert_array_equal(wanted, np.arange(length) > 0)
         number[row] += 1
 
 
