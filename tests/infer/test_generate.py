@@ -2,6 +2,7 @@
 
 import io
 import json
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -118,21 +119,14 @@ def test_options_reach_the_decoder(model, llm, capsys):
 
 def test_penalties_and_bad_words_reach_the_decoder(model, llm, capsys):
     (plain,) = llm.generate("the cat", SamplingParams(max_tokens=24))
-    assert plain.text
-    params = SamplingParams(
-        max_tokens=24,
-        min_tokens=24,
-        repetition_penalty=1.5,
-        presence_penalty=0.5,
-        frequency_penalty=1.0,
-        bad_words=(plain.text[:1], "no"),
-    )
+    bad = (plain.text[:1], "no")
+    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 1.0}
+    params = SamplingParams(max_tokens=24, min_tokens=24, bad_words=bad, **penalties)
     (expected,) = llm.generate("the cat", params)
     assert expected.text != plain.text
     options = "--min-tokens 24 --repetition-penalty 1.5 --presence-penalty 0.5"
-    options += " --frequency-penalty 1.0"
-    words = ["--bad-words", plain.text[:1], "no"]
-    assert run(model, "--prompt", "the cat", *options.split(), *words) == 0
+    options += " --frequency-penalty 1.0 --bad-words"
+    assert run(model, "--prompt", "the cat", *options.split(), *bad) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
 
 
@@ -223,54 +217,57 @@ def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(
 # --- refusals ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected either --prompt or --input, see --help"),
-        (["--prompt", "a", "--input", "b"], "expected either --prompt or --input, see --help"),
-        (["--input", "b"], "--input and --output go together; --output is missing"),
-        (["--prompt", "a", "--output", "b"], "go together; --input is missing"),
-        (
-            ["--input", "b", "--output", "c", "--seed", "none"],
-            "--seed: expected a number with --inp",
-        ),
-        (["--prompt", "a", "--fail-fast"], "--fail-fast goes with --input"),
-        (["--prompt", "a", "--shard-size", "5"], "--shard-size goes with --input"),
-        (["--prompt", "a", "--warmup"], "--warmup goes with --input"),
-        (["--prompt", "a", "--n", "2"], "--n: expected 1 at temperature 0"),
-        (["--prompt", "a", "--n", "0"], "--n: expected an integer from 1 to 128, not 0"),
-        (["--input", __file__, "--output", "b", "--n", "2"], "--n: expected 1 at temperature 0"),
-        (["--input", __file__, "--output", "b", "--logprobs", "21"], "--logprobs: expected an int"),
-        (
-            ["--input", __file__, "--output", "b", "--shard-size", "0"],
-            "--shard-size: expected 1 or",
-        ),
-        (["--prompt", ""], "the prompt has no tokens; at least one is needed"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature: expected a number"),
-        (["--prompt", "a", "--temperature", "nan"], "--temperature: expected a number"),
-        (["--prompt", "a", "--top-p", "0"], "--top-p: expected a number above 0"),
-        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: expected an integer of at least 1"),
-        (["--prompt", "a", "--entropy-threshold", "-1"], "--entropy-threshold: expected a number"),
-        (["--prompt", "a", "--min-tokens", "25"], "--min-tokens: expected at most max_tokens, 24"),
-        (["--prompt", "a", "--repetition-penalty", "0"], "--repetition-penalty: expected a number"),
-        (["--prompt", "a", "--presence-penalty", "3"], "--presence-penalty: expected a number"),
-        (["--prompt", "a", "--frequency-penalty", "-3"], "--frequency-penalty: expected a number"),
-        (["--prompt", "a", "--bad-words", ""], "--bad-words: expected texts"),
-        (["--prompt", "a", "--seed", "-2"], "--seed: expected an integer from 0"),
-        (["--prompt", "a", "--stop", ""], "--stop: expected non-empty strings"),
-        (["--prompt", "a", "--window-size", "-1"], "--window-size: expected an integer"),
-        (["--prompt", "a", "--batch-size", "0"], "--batch-size: expected an integer of at least 1"),
-        (["--prompt", "a", "--mesh", "rows=2"], "--mesh: expected data and tensor, not 'rows'"),
-        (["--prompt", "a", "--mesh", "tensor=4", "data=4"], "needs 16 devices, and there are 8"),
-        (["--prompt", "a", "--mesh", "tensor=2"], "num_key_value_heads = 1 is not divisible by"),
-        (["--prompt", "a", "--attention", "rpa"], "attention 'rpa' is for TPUs, not for 'cpu'"),
-        (["--prompt", "a", "--max-model-len", "9999"], "--max-model-len: expected 1 to 320"),
-        (["--prompt", "a", "--max-tokens", "320"], "exceed max_model_len 320"),
-        (["--prompt", "a", "--model", "/no/such"], "/no/such: no such folder"),
-    ],
-)
-def test_refused(model, arguments, message, capsys):
-    assert run(model, *arguments) == 2
+EITHER = "expected either --prompt or --input, see --help"
+FILES = f"--input {__file__} --output b"
+REFUSED = [
+    ("", EITHER),
+    ("--prompt a --input b", EITHER),
+    ("--input b", "--input and --output go together; --output is missing"),
+    ("--prompt a --output b", "go together; --input is missing"),
+    ("--input b --output c --seed none", "--seed: expected a number with --inp"),
+    ("--prompt a --fail-fast", "--fail-fast goes with --input"),
+    ("--prompt a --shard-size 5", "--shard-size goes with --input"),
+    ("--prompt a --warmup", "--warmup goes with --input"),
+    ("--prompt a --n 2", "--n: expected 1 at temperature 0"),
+    ("--prompt a --n 0", "--n: expected an integer from 1 to 128, not 0"),
+    (f"{FILES} --n 2", "--n: expected 1 at temperature 0"),
+    (f"{FILES} --logprobs 21", "--logprobs: expected an int"),
+    (f"{FILES} --shard-size 0", "--shard-size: expected 1 or"),
+    ("--prompt ''", "the prompt has no tokens; at least one is needed"),
+    ("--prompt a --temperature -1", "--temperature: expected a number"),
+    ("--prompt a --temperature nan", "--temperature: expected a number"),
+    ("--prompt a --top-p 0", "--top-p: expected a number above 0"),
+    ("--prompt a --max-tokens 0", "--max-tokens: expected an integer of at least 1"),
+    ("--prompt a --entropy-threshold -1", "--entropy-threshold: expected a number"),
+    ("--prompt a --min-tokens 25", "--min-tokens: expected at most max_tokens, 24"),
+    ("--prompt a --repetition-penalty 0", "--repetition-penalty: expected a number"),
+    ("--prompt a --presence-penalty 3", "--presence-penalty: expected a number"),
+    ("--prompt a --frequency-penalty -3", "--frequency-penalty: expected a number"),
+    ("--prompt a --bad-words ''", "--bad-words: expected texts"),
+    ("--prompt a --seed -2", "--seed: expected an integer from 0"),
+    ("--prompt a --stop ''", "--stop: expected non-empty strings"),
+    ("--prompt a --window-size -1", "--window-size: expected an integer"),
+    ("--prompt a --batch-size 0", "--batch-size: expected an integer of at least 1"),
+    ("--prompt a --mesh rows=2", "--mesh: expected data and tensor, not 'rows'"),
+    ("--prompt a --mesh tensor=4 data=4", "needs 16 devices, and there are 8"),
+    ("--prompt a --mesh tensor=2", "num_key_value_heads = 1 is not divisible by"),
+    ("--prompt a --attention rpa", "attention 'rpa' is for TPUs, not for 'cpu'"),
+    ("--prompt a --max-model-len 9999", "--max-model-len: expected 1 to 320"),
+    ("--prompt a --max-tokens 320", "exceed max_model_len 320"),
+    ("--prompt a --model /no/such", "/no/such: no such folder"),
+    ("--prompt a --model BARE", "bare has no tokenizer"),
+    ("--chat --prompt a --model BARE", "bare has no tokenizer"),
+]
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("none") / "bare", tokenizer=False))
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED)
+def test_refused(model, bare, arguments, message, capsys):
+    assert run(model, *shlex.split(arguments.replace("BARE", bare))) == 2
     out, err = capsys.readouterr()
     assert out == ""
     *notices, line = err.splitlines()
@@ -279,28 +276,22 @@ def test_refused(model, arguments, message, capsys):
     assert all(each.startswith("plain-text prompts are ") for each in notices)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--entropy-threshold", "abc"],
-        ["--dtype", "int8"],
-        ["--mesh", "tensor"],
-        ["--mesh", "tensor=a"],
-        ["--max-cache-tokens", "100"],
-    ],
+PARSED = (
+    "entropy-threshold abc",
+    "dtype int8",
+    "mesh tensor",
+    "mesh tensor=a",
+    "max-cache-tokens 9",
 )
-def test_refused_by_the_parser(model, arguments, capsys):
+
+
+@pytest.mark.parametrize("option", PARSED)
+def test_refused_by_the_parser(model, option, capsys):
+    name, value = option.split()
     with pytest.raises(SystemExit) as exit_status:
-        run(model, "--prompt", "a", *arguments)
+        run(model, "--prompt", "a", f"--{name}", value)
     assert exit_status.value.code == 2
-    assert arguments[0] in capsys.readouterr().err
-
-
-def test_text_needs_a_tokenizer(tmp_path, capsys):
-    bare = str(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False))
-    for arguments in (["--prompt", "a"], ["--chat", "--prompt", "a"]):
-        assert run(bare, *arguments) == 2
-        assert "bare has no tokenizer" in capsys.readouterr().err
+    assert f"--{name}" in capsys.readouterr().err
 
 
 def test_without_model_the_embedded_one(tmp_path, monkeypatch, capsys, model):

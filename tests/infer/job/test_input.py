@@ -30,38 +30,11 @@ from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.records.files import JSONL, RecordFile
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"prompt": "a"}\n{"prompt": "mat"}\n',
-        '{"prompt": "a"}\n{"prompt": "mat"}',
-        '\ufeff{"prompt": "a"}\r\n\r\n   \n{"prompt": "mat"}\r\n\n',
-    ],
-)
-def test_line_ends_blank_lines_and_a_byte_order_mark(model, quick, decoded, content):
-    Path("in.jsonl").write_bytes(content.encode("utf-8"))
-    assert run(model, "--shard-size", "1") == 0
-    assert [record["id"] for record in results()] == [1, 2]
-    write([{"prompt": "a"}, {"prompt": "mat"}])
-    assert run(model, output="plain.jsonl") == 0
-    assert results("plain.jsonl") == results()
-
-
-@pytest.mark.parametrize("output", ["out.jsonl", "out"])
-@pytest.mark.parametrize("content", ["", "\n  \n"])
-def test_input_without_a_record_is_refused_before_a_model_is_loaded(work, content, output, capsys):
-    Path("in.jsonl").write_text(content)
-    assert run(work / "never-loaded", output=output) == 2
-    said = "wedlm generate: in.jsonl: has no records\n"
-    assert capsys.readouterr().err == said
-    assert not Path(output).exists()
-
-
 def test_files_and_folders_are_one_row_after_the_other(work, model, quick, capsys):
     records = [{"id": f"{i}", "prompt": "a"} for i in range(12)]
     records[7] = {"id": "7"}
     write(records[:2], "first.jsonl")
-    write(records[2:3], "folder/a.jsonl")
+    write_parquet(records[2:3], "folder/a.parquet")
     write([], "folder/b.jsonl")
     write(records[3:8], "folder/b/c.jsonl")
     write(records[8:9], "folder/z.JSONL")
@@ -129,47 +102,62 @@ def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, caps
     assert "one pipe is not read by several hosts" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("input_file", "output_file", "message"),
-    [
-        ("missing.jsonl", "out.jsonl", "missing.jsonl: no such file or folder"),
-        (
-            "empty",
-            "out.jsonl",
-            "empty: no .jsonl, .jsonl.gz, .jsonl.zst or .parquet file is in this folder",
-        ),
-        ("in.jsonl.bz2", "out.jsonl", "in.jsonl.bz2: is compressed; unpack it, or pipe what it"),
-        ("in.jsonl", "missing/out.jsonl", "missing/out.jsonl: no such folder, missing"),
-        ("in.jsonl", "folder.jsonl", "folder.jsonl: exists and is not a file"),
-        ("in.jsonl", "out.csv", "out.csv: expected a folder, or a .jsonl or .parquet file, as out"),
-        ("in.jsonl", "in.jsonl", "in.jsonl: input and output are the same file"),
-        ("in.jsonl", "link.jsonl", "link.jsonl: input and output are the same file"),
-        ("in.jsonl", "a-file", "a-file: is a file; the output needs a folder of this name"),
-        ("in.jsonl", "folder", "folder: expected a new folder, or a job's, but it contains"),
-        ("folder", "folder", "folder/in.jsonl: the input is inside the output folder"),
-        ("folder", "folder/out", "folder/out: the output is inside the input folder folder"),
-        ("folder", "folder/out.jsonl", "folder/out.jsonl: the output is inside the input folder"),
-        ("folder/in.jsonl", "folder", "folder/in.jsonl: the input is inside the output folder"),
-    ],
-)
-def test_paths_that_cannot_be_used(work, model, quick, input_file, output_file, message, capsys):
+IS_DAMAGED = "the compressed data is damaged ("
+NO_COLUMN = "expected a column prompt, prompt_token_ids or messages; there are id, words"
+NO_FILE = "empty: no .jsonl, .jsonl.gz, .jsonl.zst or .parquet file is in this folder"
+REFUSED = [
+    ("missing.jsonl", "out.jsonl", "missing.jsonl: no such file or folder"),
+    ("empty", "out.jsonl", NO_FILE),
+    ("nothing.jsonl", "out.jsonl", "nothing.jsonl: has no records"),
+    ("blank.jsonl", "out", "blank.jsonl: has no records"),
+    ("in.jsonl.bz2", "out.jsonl", "in.jsonl.bz2: is compressed; unpack it, or pipe what it"),
+    ("no-parquet.parquet", "out.jsonl", "no-parquet.parquet: cannot be read as Parquet ("),
+    ("words.parquet", "out.jsonl", NO_COLUMN),
+    ("folder folder/in.jsonl", "out", "folder/in.jsonl: is named twice as input"),
+    ("in.jsonl", "missing/out.jsonl", "missing/out.jsonl: no such folder, missing"),
+    ("in.jsonl", "folder.jsonl", "folder.jsonl: exists and is not a file"),
+    ("in.jsonl", "out.csv", "out.csv: expected a folder, or a .jsonl or .parquet file, as out"),
+    ("in.jsonl", "in.jsonl", "in.jsonl: input and output are the same file"),
+    ("in.jsonl", "link.jsonl", "link.jsonl: input and output are the same file"),
+    ("in.jsonl", "a-file", "a-file: is a file; the output needs a folder of this name"),
+    ("folder", "folder", "folder/in.jsonl: the input is inside the output folder"),
+    ("folder", "folder/out", "folder/out: the output is inside the input folder folder"),
+    ("folder", "folder/out.jsonl", "folder/out.jsonl: the output is inside the input folder"),
+    ("folder/in.jsonl", "folder", "folder/in.jsonl: the input is inside the output folder"),
+    *(
+        (f"{how}.jsonl.{ending}", "out.jsonl", f"{how}.jsonl.{ending}: {IS_DAMAGED}")
+        for how in ("cut", "no", "broken")
+        for ending in ("gz", "zst")
+    ),
+]
+
+
+@pytest.mark.parametrize(("inputs", "output", "message"), REFUSED)
+def test_paths_and_files_that_cannot_be_used(work, inputs, output, message, capsys):
+    """Told in one line, before a model is loaded, with nothing written."""
     for name in ("in.jsonl", "a-file", "folder/in.jsonl", "in.jsonl.bz2"):
         write(words(), name)
+    write([], "nothing.jsonl")
+    Path("blank.jsonl").write_text("\n  \n")
     Path("folder.jsonl").mkdir()
     Path("empty").mkdir()
     Path("link.jsonl").symlink_to(work / "in.jsonl")
-    before = sorted(work.rglob("*"))
-    assert run(model, input=input_file, output=output_file) == 2
-    assert message in capsys.readouterr().err
-    assert sorted(work.rglob("*")) == before
-    assert Path("in.jsonl").read_bytes() == lines(words())
-
-
-def test_a_file_named_twice(capsys):
-    write(words(2), "folder/in.jsonl")
-    inputs = ["--input", "folder", "--input", "folder/in.jsonl"]
-    assert main(["generate", *inputs, "--output", "out"]) == 2
-    assert "folder/in.jsonl: is named twice as input" in capsys.readouterr().err
+    Path("no-parquet.parquet").write_bytes(b"PAR1 no")
+    write_parquet([{"id": 1, "words": "a"}], "words.parquet")
+    for ending in ("gz", "zst"):
+        whole = Path(write_packed(ending, "whole")).read_bytes()
+        cut, middle = whole[:-9], len(whole) // 4
+        broken = whole[:middle] + whole[middle + 7 :]
+        for how, content in (("cut", cut), ("no", lines(RECORDS)), ("broken", broken)):
+            Path(f"{how}.jsonl.{ending}").write_bytes(content)
+    before = {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
+    files = ["--input", *inputs.split(), "--output", output]
+    assert main(["generate", "--model", "never-loaded", *files]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("wedlm generate: ")
+    assert message in said
+    assert said.count("\n") == 1
+    assert {path: path.is_file() and path.read_bytes() for path in work.rglob("*")} == before
 
 
 def test_an_input_that_changes_while_the_job_runs(model, quick, monkeypatch, capsys):
@@ -196,8 +184,9 @@ def file_of(path, content):
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
 def test_a_shard_begins_where_its_first_row_does(tmp_path, size):
     rows = [{"id": i, "prompt": "naïve"} for i in range(11)]
+    fifth = lines(rows[4:5]).replace(b"\n", b"\r\n")
     files = [
-        file_of(tmp_path / "a", b"\xef\xbb\xbf" + lines(rows[:4]) + b"\n \n" + lines(rows[4:5])),
+        file_of(tmp_path / "a", b"\xef\xbb\xbf" + lines(rows[:4]) + b"\r\n \n" + fifth),
         file_of(tmp_path / "b", b"\n\n"),
         file_of(tmp_path / "c", lines(rows[5:])[:-1]),
     ]
@@ -302,8 +291,8 @@ def packed(content, ending):
     return bytes(sink.getvalue())
 
 
-def write_packed(ending):
-    name = f"in.jsonl.{ending}"
+def write_packed(ending, name="in"):
+    name = f"{name}.jsonl.{ending}"
     # Two members, one after the other, as `cat` joins them.
     halves = [lines(RECORDS[:9]), lines(RECORDS[9:])]
     Path(name).write_bytes(b"".join(packed(half, ending) for half in halves))
@@ -334,21 +323,6 @@ def test_a_file_is_unpacked_once_for_all_shards_of_a_host(model, quick, host, mo
     monkeypatch.setattr(job_input, "read_from", noting)
     run(model, "--shard-size", "2", "--num-hosts", "2", "--host-id", host, input=name, output="out")
     assert len(opened) == 1
-
-
-@pytest.mark.parametrize("ending", ["gz", "zst"])
-@pytest.mark.parametrize("how", ["cut", "no", "broken"])
-def test_damaged_files_are_named(model, never_decodes, ending, how, capsys):
-    name = write_packed(ending)
-    whole = Path(name).read_bytes()
-    cut, middle = whole[:-9], len(whole) // 4
-    broken = whole[:middle] + whole[middle + 7 :]
-    Path(name).write_bytes({"cut": cut, "no": lines(RECORDS), "broken": broken}[how])
-    assert run(model, input=name) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"wedlm generate: {name}: the compressed data is damaged (")
-    assert said.count("\n") == 1
-    assert not Path("out.jsonl").exists()
 
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -411,30 +385,6 @@ def test_values_that_json_has_not(model, quick):
         "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"',
         "line": 1,
     }
-
-
-def test_a_folder_may_hold_both_kinds(model, quick):
-    records = [{"id": i, "prompt": "a"} for i in range(9)]
-    write_parquet(records[:5], "data/a.parquet", 2)
-    write(records[5:7], "data/b.jsonl")
-    write_parquet(records[7:], "data/c.parquet")
-    assert run(model, "--shard-size", "3", input="data") == 0
-    assert [record["id"] for record in results()] == list(range(9))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"PAR1 no", "in.parquet: cannot be read as Parquet ("),
-        (None, "expected a column prompt, prompt_token_ids or messages; there are id, words"),
-    ],
-)
-def test_files_that_cannot_be_read(model, content, message, capsys):
-    write_parquet([{"id": 1, "words": "a"}], "in.parquet")
-    if content is not None:
-        Path("in.parquet").write_bytes(content)
-    assert run(model, input="in.parquet") == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -84,15 +84,13 @@ def test_a_file_leaves_its_facts_and_no_shards(model):
     assert stats["last_run"]["tokens"] == stats["tokens"]
 
 
-def test_a_folder_has_shards_with_manifests(model):
+def test_a_folder_has_shards_with_manifests(model, quick):
     write(words(8))
     assert run(model) == 0
     assert run(model, "--shard-size", "3", output="out") == 0
     names = [f"rows-0000{k}-of-00003" for k in range(3)]
     ends = (".jsonl", ".manifest.json")
-    assert sorted(os.listdir("out")) == sorted(
-        ["job.json", "stats.json", *(name + end for name in names for end in ends)]
-    )
+    assert {*os.listdir("out")} == {"job.json", "stats.json"} | {n + e for n in names for e in ends}
     assert [len(results(f"out/{name}.jsonl")) for name in names] == [3, 3, 2]
     assert results("out") == results()
     job = read_json("out/job.json")
@@ -206,6 +204,7 @@ def test_records_have_windows_of_their_own(model, llm):
     assert results() == [as_record(i + 1, whole[i]) for i in range(len(windows))]
     default, zero, one, four = results()
     assert {**default, "id": 4} == four
+    assert zero["num_forwards"] == zero["num_token_instances"] == len(zero["token_ids"]), "AR"
     assert zero["num_token_instances"] < one["num_token_instances"] < four["num_token_instances"]
 
 
@@ -216,13 +215,6 @@ def test_no_seed_and_no_sampling_are_those_of_the_job(model, quick, sampling):
     write([{"id": "x", "prompt": "a", "sampling": sampling}])
     assert run(model, "--temperature", "1", "--seed", "5") == 0
     assert results() == results("plain.jsonl")
-
-
-def test_window_of_zero_is_autoregressive(model):
-    write(words(4))
-    assert run(model, "--window-size", "0") == 0
-    for record in results():
-        assert record["num_forwards"] == record["num_token_instances"] == len(record["token_ids"])
 
 
 @pytest.mark.full
@@ -291,6 +283,10 @@ def test_a_file_that_no_job_has_written_is_kept(model, quick, capsys):
     assert not Path("out.jsonl.shards").exists()
     assert run(model, "--overwrite") == 0
     assert Path("out.jsonl").read_bytes() != before
+    write([{"prompt": "mine"}], "folder/mine.jsonl")
+    assert run(model, "--overwrite", output="folder") == 2
+    said = "folder: expected a new folder, or a job's, but it contains mine.jsonl"
+    assert said in capsys.readouterr().err
 
 
 QUICK = """

@@ -18,6 +18,7 @@ from infer.job.part_file import FORMAT, InUse
 from infer.job.shard_decoder import JobProgress
 from infer.job.shard_folder import JOB, Identity, ShardFolder, folder_digest
 from tests.infer.job.job_examples import (
+    PRELOADED,
     contents,
     interrupt,
     read_json,
@@ -114,7 +115,8 @@ def claims(barrier, told, folder, seed, links):
 @pytest.mark.parametrize("seeds", [[1, 2], pytest.param([1, 2, 2, 3], marks=pytest.mark.full)])
 def test_of_jobs_that_begin_at_once_one_gets_the_folder(tmp_path, seeds, links):
     """Without locks, as between hosts on a mounted bucket."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     barrier = context.Barrier(len(seeds))
     pipes = [context.Pipe(duplex=False) for _ in seeds]
     arguments = [

@@ -150,7 +150,86 @@ NUMBER = "temperature: input should be a valid number"
 NOT = {"not": {}}
 
 
-def check_refused_over_http(server, path, body, param, sentence):
+TEXT_FIELDS = [
+    ({"temperature": -1}, "temperature: expected a number from 0 to 1,000,000"),
+    ({"temperature": "warm"}, NUMBER),
+    ({"temperature": "1"}, NUMBER),
+    ({"temperature": True}, NUMBER),
+    ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temp"),
+    ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1"),
+    ({"max_tokens": 1.5}, "max_tokens: input should be a valid integer"),
+    ({"max_tokens": 9999}, "max_tokens 9999 exceed max_model_len 1024"),
+    ({"prompt": "cat " * 2000}, "exceed max_model_len 1024"),
+    ({"prompt": []}, "prompt: expected at least one"),
+    ({"prompt": ""}, "the prompt has no tokens"),
+    ({"prompt": {"a": 1}}, PROMPT),
+    ({"prompt": ["a", [5]]}, PROMPT),
+    ({"prompt": [5, "a"]}, PROMPT),
+    ({"prompt": None}, PROMPT),
+    ({"prompt": [5, 99999]}, "token id 99999 lies outside the vocabulary"),
+    ({"prompt": "\ud800"}, "not UTF-8"),
+    ({"mode": "fast"}, "mode: input should be 'paper', 'verified' or 'ar'"),
+    ({"window_size": 9}, "window_size: expected 0 to 8"),
+    ({"window_size": -1}, "window_size: expected 0 to 8"),
+    ({"n": 2, "temperature": 0}, "n: expected 1 at temperature 0"),
+    ({"min_tokens": 5}, "min_tokens: expected at most max_tokens"),
+    ({"min_tokens": 3, "regex": "a"}, "min_tokens: expected none beside regex"),
+    ({"stop": [""]}, "stop: expected non-empty strings"),
+    ({"stop": 7}, "stop: input should be a valid string"),
+    ({"logit_bias": {"a": 1}}, "logit_bias: expected an object of token ids"),
+    ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20"),
+    ({"suffix": "end"}, "suffix: not supported"),
+    ({"stream_options": {}}, "stream_options: expected stream to be true"),
+    ({"stream": "yes"}, "stream: input should be a valid boolean"),
+]
+CHAT_FIELDS = [
+    ({"messages": []}, "messages: list should have at least 1 item"),
+    ({"messages": "hello"}, "messages: input should be a valid list"),
+    ({"tools": [{"type": "function"}]}, "chat template does not write any"),
+    ({"tools": "count"}, "tools: input should be a valid list"),
+    ({"tool_choice": "required"}, "input should be 'none' or 'auto'"),
+    ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' cannot be set there"),
+    ({"top_logprobs": 3}, "top_logprobs: expected logprobs to be true"),
+    ({"max_completion_tokens": 3, "max_tokens": 3}, "another name"),
+    ({"max_completion_tokens": 9999}, "exceed max_model_len 1024"),
+    ({"max_completion_tokens": 0}, "max_tokens: expected an integer of at least 1"),
+    ({"prompt": "x"}, "unknown field 'prompt'"),
+    # Formats, by the name that the body gives them.
+    ({"json_schema": NOT}, 'json_schema: Unimplemented keys: ["not"]'),
+    ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}},
+        'json_schema: Unimplemented keys: ["not"]',
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
+    ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "says the same as json_schema"),
+    ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
+    ({"regex": "a", "response_format": JSON_OBJECT}, "regex: expected none"),
+    ({"regex": "(?=a)"}, "regex: look-around"),
+    ({"structured_outputs": {"regex": "(?=a)"}}, "regex: look-around"),
+    ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
+]
+MESSAGES_READ = "this model reads texts alone"
+ROLES = "expected one of system, developer, user, assistant, tool, function"
+IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
+BAD_MESSAGES = [
+    ({"role": "user"}, "content", "messages[0].content: expected a text"),
+    ({"role": "king", "content": "x"}, "role", f"messages[0].role: {ROLES}"),
+    (IMAGE, "content.0", f"messages[0].content[0]: 'image_url' is not taken; {MESSAGES_READ}"),
+]
+PLACES = "37 completions are asked for; this server takes 36 at most"
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+REFUSALS = [
+    *((TEXT, {"max_tokens": 4} | fields, next(iter(fields)), said) for fields, said in TEXT_FIELDS),
+    *((CHAT, fields, next(iter(fields)), said) for fields, said in CHAT_FIELDS),
+    *((CHAT, {"messages": [one]}, f"messages.0.{at}", said) for one, at, said in BAD_MESSAGES),
+    (TEXT, {"n": 37}, None, PLACES),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "sentence"), REFUSALS)
+def test_a_bad_field_is_named(server, path, fields, param, sentence):
+    body = ({"prompt": "the cat"} if path == TEXT else {"messages": MESSAGES}) | fields
     # In ASCII: half a character is no UTF-8.
     headers = {"Content-Type": "application/json"}
     response = httpx2.post(server.url + path, content=json.dumps(body), headers=headers)
@@ -158,107 +237,6 @@ def check_refused_over_http(server, path, body, param, sentence):
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert sentence in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"temperature": -1}, "temperature: expected a number from 0 to 1,000,000"),
-        ({"temperature": "warm"}, NUMBER),
-        ({"temperature": "1"}, NUMBER),
-        ({"temperature": True}, NUMBER),
-        ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temp"),
-        ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1"),
-        ({"max_tokens": 1.5}, "max_tokens: input should be a valid integer"),
-        ({"max_tokens": 9999}, "max_tokens 9999 exceed max_model_len 1024"),
-        ({"prompt": "cat " * 2000}, "exceed max_model_len 1024"),
-        ({"prompt": []}, "prompt: expected at least one"),
-        ({"prompt": ""}, "the prompt has no tokens"),
-        ({"prompt": {"a": 1}}, PROMPT),
-        ({"prompt": ["a", [5]]}, PROMPT),
-        ({"prompt": [5, "a"]}, PROMPT),
-        ({"prompt": None}, PROMPT),
-        ({"prompt": [5, 99999]}, "token id 99999 lies outside the vocabulary"),
-        ({"prompt": "\ud800"}, "not UTF-8"),
-        ({"mode": "fast"}, "mode: input should be 'paper', 'verified' or 'ar'"),
-        ({"window_size": 9}, "window_size: expected 0 to 8"),
-        ({"window_size": -1}, "window_size: expected 0 to 8"),
-        ({"n": 2, "temperature": 0}, "n: expected 1 at temperature 0"),
-        ({"min_tokens": 5}, "min_tokens: expected at most max_tokens"),
-        ({"min_tokens": 3, "regex": "a"}, "min_tokens: expected none beside regex"),
-        ({"stop": [""]}, "stop: expected non-empty strings"),
-        ({"stop": 7}, "stop: input should be a valid string"),
-        ({"logit_bias": {"a": 1}}, "logit_bias: expected an object of token ids"),
-        ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20"),
-        ({"suffix": "end"}, "suffix: not supported"),
-        ({"stream_options": {}}, "stream_options: expected stream to be true"),
-        ({"stream": "yes"}, "stream: input should be a valid boolean"),
-    ],
-)
-def test_a_bad_field_is_named(server, fields, sentence):
-    body = {"prompt": "the cat", "max_tokens": 4} | fields
-    check_refused_over_http(server, "/v1/completions", body, next(iter(fields)), sentence)
-
-
-def test_more_samples_than_there_are_places(server):
-    sentence = "37 completions are asked for; this server takes 36 at most"
-    check_refused_over_http(server, "/v1/completions", {"prompt": "x", "n": 37}, None, sentence)
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({"messages": []}, "messages: list should have at least 1 item"),
-        ({"messages": "hello"}, "messages: input should be a valid list"),
-        ({"tools": [{"type": "function"}]}, "chat template does not write any"),
-        ({"tools": "count"}, "tools: input should be a valid list"),
-        ({"tool_choice": "required"}, "input should be 'none' or 'auto'"),
-        ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' cannot be set there"),
-        ({"top_logprobs": 3}, "top_logprobs: expected logprobs to be true"),
-        ({"max_completion_tokens": 3, "max_tokens": 3}, "another name"),
-        ({"max_completion_tokens": 9999}, "exceed max_model_len 1024"),
-        ({"max_completion_tokens": 0}, "max_tokens: expected an integer of at least 1"),
-        ({"prompt": "x"}, "unknown field 'prompt'"),
-        # Formats, by the name that the body gives them.
-        ({"json_schema": NOT}, 'json_schema: Unimplemented keys: ["not"]'),
-        ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}},
-            'json_schema: Unimplemented keys: ["not"]',
-        ),
-        ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
-        ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "says the same as json_schema"),
-        ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
-        ({"regex": "a", "response_format": JSON_OBJECT}, "regex: expected none"),
-        ({"regex": "(?=a)"}, "regex: look-around"),
-        ({"structured_outputs": {"regex": "(?=a)"}}, "regex: look-around"),
-        ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
-    ],
-)
-def test_a_bad_field_of_a_chat_is_named(server, fields, sentence):
-    body = {"messages": MESSAGES} | fields
-    check_refused_over_http(server, "/v1/chat/completions", body, next(iter(fields)), sentence)
-
-
-@pytest.mark.parametrize(
-    ("message", "place", "sentence"),
-    [
-        ({"role": "user"}, "content", "messages[0].content: expected a text"),
-        (
-            {"role": "king", "content": "x"},
-            "role",
-            "messages[0].role: expected one of system, developer, user, assistant, tool, function",
-        ),
-        (
-            {"role": "user", "content": [{"type": "image_url"}]},
-            "content.0",
-            "messages[0].content[0]: 'image_url' is not taken; this model reads texts alone",
-        ),
-    ],
-)
-def test_a_bad_message_is_named(server, message, place, sentence):
-    body, param = {"messages": [message]}, f"messages.0.{place}"
-    check_refused_over_http(server, "/v1/chat/completions", body, param, sentence)
 
 
 @pytest.mark.parametrize(
