@@ -141,28 +141,14 @@ def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, 
         "eos_token_id": 1001,
     }
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    command = "-m wedlm_jax generate --compile-only --topology v5e:2x4 --batch-size 8"
+    command += f" --max-model-len 192 --model {tmp_path}"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "wedlm_jax",
-            "generate",
-            "--compile-only",
-            "--topology",
-            "v5e:2x4",
-            "--model",
-            str(tmp_path),
-            "--batch-size",
-            "8",
-            "--max-model-len",
-            "192",
-            *options,
-        ],
+        [sys.executable, *command.split(), *options],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=600,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as data 2 x tensor 4" in done.stdout

@@ -233,6 +233,7 @@ REFUSED = [
     (f"{FILES} --n 2", "--n: expected 1 at temperature 0"),
     (f"{FILES} --logprobs 21", "--logprobs: expected an int"),
     (f"{FILES} --shard-size 0", "--shard-size: expected 1 or"),
+    (f"{FILES} --max-errors -1", "--max-errors: expected 0 or more, not -1"),
     ("--prompt ''", "the prompt has no tokens; at least one is needed"),
     ("--prompt a --temperature -1", "--temperature: expected a number"),
     ("--prompt a --temperature nan", "--temperature: expected a number"),

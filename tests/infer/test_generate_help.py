@@ -28,22 +28,13 @@ def test_help_names_the_defaults_that_hold(capsys):
     )
     library = inspect.signature(LLM).parameters
     params = SamplingParams()
+    numbers = (
+        "temperature top_p top_k max_tokens entropy_threshold position_penalty seed n min_tokens"
+    )
+    penalties = "repetition_penalty presence_penalty frequency_penalty"
     expected = {
         name.replace("_", "-"): str(getattr(params, name))
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "max_tokens",
-            "entropy_threshold",
-            "position_penalty",
-            "seed",
-            "n",
-            "min_tokens",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
+        for name in f"{numbers} {penalties}".split()
     }
     no_masks = "0 for a checkpoint that was not trained on masks"
     expected["window-size"] = f"auto, but {DEFAULT_WINDOW} in mode paper; {no_masks}"

@@ -31,9 +31,12 @@ def entries(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
-def test_rows_come_out_in_order(tmp_path):
+def test_every_line_is_json_that_tells_its_row_and_rows_come_out_in_order(tmp_path):
     part = start(tmp_path)
-    part.add({10: ROWS[10], 12: ROWS[12]})
+    part.add({12: ROWS[12], 10: ROWS[10]})
+    header, *lines = entries(part.path)
+    assert header == {"wedlm_generate": FORMAT, "job": "f", "shard": 1}
+    assert lines == [{"row": 12, "result": ROWS[12]}, {"row": 10, "result": ROWS[10]}]
     assert not part.is_whole
     assert json.loads(next(part.lines())) == ROWS[10], "more may be added after it was read"
     part.add({11: ROWS[11]})
@@ -42,15 +45,6 @@ def test_rows_come_out_in_order(tmp_path):
         assert [json.loads(line) for line in part.lines()] == list(ROWS.values())
     part.remove()
     assert not parts(tmp_path)
-
-
-def test_every_line_is_json_that_tells_its_row(tmp_path):
-    part = start(tmp_path)
-    part.add({12: ROWS[12], 10: ROWS[10]})
-    header, *lines = entries(part.path)
-    assert header == {"wedlm_generate": FORMAT, "job": "f", "shard": 1}
-    assert lines == [{"row": 12, "result": ROWS[12]}, {"row": 10, "result": ROWS[10]}]
-    part.close()
 
 
 def test_cut_off_at_any_byte(tmp_path):

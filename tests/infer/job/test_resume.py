@@ -160,24 +160,20 @@ def test_results_of_every_form_are_the_same_after_an_interruption(model, quick, 
 
 
 CHANGES = [
-    (["--max-tokens", "23"], "max_tokens is 24 there and 23 here"),
-    (["--temperature", "0.5"], "temperature is 0.0 there and 0.5 here"),
-    (["--seed", "1"], "seed is 0 there and 1 here"),
-    (
-        ["--temperature", "1", "--n", "2"],
-        "temperature is 0.0 there and 1.0 here, n is 1 there and 2 here",
-    ),
-    (["--logprobs", "0"], "logprobs is None there and 0 here"),
-    (["--stop", "zzz"], "stop is [] there and ['zzz'] here"),
-    (["--entropy-threshold", "none"], "entropy_threshold is 0.4 there and None here"),
-    (["--chat"], "chat is False there and True here"),
-    (["--dtype", "bfloat16"], "dtype is 'float32' there and 'bfloat16' here"),
-    (["--deterministic"], "deterministic is False there and True here"),
-    (["--mode", "paper"], "mode is 'verified' there and 'paper' here"),
-    (["--max-model-len", "300"], "max_model_len is 320 there and 300 here"),
-    (["--window-size", "0"], "window_size is 4 there and 0 here"),
-    (["--window-size", "auto"], "window_size is 4 there and 'auto' here"),
-    (["--shard-size", "7"], "shard_size is 4 there and 7 here"),
+    ("--max-tokens 23", "max_tokens is 24 there and 23 here"),
+    ("--seed 1", "seed is 0 there and 1 here"),
+    ("--temperature 1 --n 2", "temperature is 0.0 there and 1.0 here, n is 1 there and 2 here"),
+    ("--logprobs 0", "logprobs is None there and 0 here"),
+    ("--stop zzz", "stop is [] there and ['zzz'] here"),
+    ("--entropy-threshold none", "entropy_threshold is 0.4 there and None here"),
+    ("--chat", "chat is False there and True here"),
+    ("--dtype bfloat16", "dtype is 'float32' there and 'bfloat16' here"),
+    ("--deterministic", "deterministic is False there and True here"),
+    ("--mode paper", "mode is 'verified' there and 'paper' here"),
+    ("--max-model-len 300", "max_model_len is 320 there and 300 here"),
+    ("--window-size 0", "window_size is 4 there and 0 here"),
+    ("--window-size auto", "window_size is 4 there and 'auto' here"),
+    ("--shard-size 7", "shard_size is 4 there and 7 here"),
     ("input", "the input differs"),
     ("model", "the checkpoint differs"),
 ]
@@ -188,7 +184,7 @@ def test_another_job_is_refused_until_its_rows_may_go(work, model, quick, change
     write(words(10))
     interrupt(3, model, "--shard-size", "4", output="out")
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
-    options = change if isinstance(change, list) else []
+    options = change.split() if change.startswith("--") else []
     if change == "input":
         write([*words(9), {"prompt": "b"}])
     elif change == "model":

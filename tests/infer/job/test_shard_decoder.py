@@ -154,26 +154,19 @@ def test_the_first_records_end_a_job_if_all_are_bad(model, quick, capsys):
 
 
 @pytest.mark.parametrize(
-    "options", [["--max-errors", "12"], ["--max-errors", "500"]], ids=["just", "many"]
+    ("records", "options", "status"),
+    [
+        ([*BAD * 12, *words(3)], ["--max-errors", "12"], 0),
+        ([*BAD * 12, *words(3)], ["--max-errors", "500"], 0),
+        ([*words(1), *BAD * 30], [], 0),
+        (BAD * 3, [], BAD_DATA),
+    ],
+    ids=["just the limit", "a limit far away", "a good one first", "no good one"],
 )
-def test_a_limit_lets_the_first_records_be_bad(model, quick, options):
-    write([*BAD * 12, *words(3)])
-    assert run(model, *options) == 0
-
-
-def test_a_good_record_before_them_lets_a_job_go_on(model, quick):
-    write([*words(1), *BAD * 30])
-    assert run(model) == 0
-
-
-def test_a_job_without_a_good_record_ends_so_each_time(model, quick):
-    write(BAD * 3)
-    for output in ("out.jsonl", "out"):
-        assert [run(model, output=output) for _ in range(2)] == [BAD_DATA] * 2
-        assert ["error" in record for record in results(output)] == [True] * 3
-
-
-def test_limits_below_nothing_are_refused(model, never_decodes, capsys):
-    write(words(1))
-    assert run(model, "--max-errors", "-1") == 2
-    assert "--max-errors: expected 0 or more, not -1" in capsys.readouterr().err
+@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+def test_bad_records_let_a_job_go_on_and_it_ends_so_each_time(
+    model, quick, records, options, status, output
+):
+    write(records)
+    assert [run(model, *options, output=output) for _ in range(2)] == [status] * 2
+    assert ["error" in record for record in results(output)] == [one in BAD for one in records]
