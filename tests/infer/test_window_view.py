@@ -42,13 +42,9 @@ def test_styled_tells_committed_filled_and_masked_apart(codec):
     ]
 
 
-def test_styled_without_a_window_is_the_text(codec):
-    assert cells(codec, "a\nb", None) == [("a\nb", "")]
-
-
 def test_styled_takes_text_for_text(codec):
     """Square brackets in a completion are no markup."""
-    assert styled(codec, codec.encode("[bold]x[/]"), None).plain == "[bold]x[/]"
+    assert cells(codec, "a\n[bold]x[/]", None) == [("a\n[bold]x[/]", "")]
 
 
 def test_plain_is_one_line(codec):

@@ -31,10 +31,7 @@ def test_each_line_of_a_pipe_is_a_message():
     assert [read() for _ in range(4)] == ["one", "", "two\nthree", "last"]
     with pytest.raises(EOFError):
         read()
-
-
-def test_a_pipe_may_end_within_a_message():
-    assert line_reader(io.StringIO("one\\\n"))() == "one\n"
+    assert line_reader(io.StringIO("one\\\n"))() == "one\n", "a pipe may end within a message"
 
 
 def test_bytes_that_are_no_text_are_told():

@@ -4,7 +4,6 @@ import datetime
 import decimal
 import json
 import os
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -213,6 +212,7 @@ def test_a_job_of_bad_records_alone_gives_their_errors(model, quick):
     assert all(row["error"] for row in rows)
 
 
+BATCH = {"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a"}}
 MIXED = [
     ([{"x": 1}, {"x": "one"}], "in.jsonl line 2: 'x' is a text here and an integer before, and a "),
     ([{"x": None}, {"x": {"y": [1]}}, {"x": {"y": [True]}}], "line 3: 'x' is true or false here"),
@@ -220,12 +220,13 @@ MIXED = [
     ([{"x": [1]}, {"x": {}}], "line 2: 'x' is an object here and a list before"),
     ([{"x": 2**63}], "line 1: 'x' is an integer of more than 64 bits; a .jsonl file as --output "),
     ([{"id": "a"}, {}], "line 2: 'id' is an integer here and a text before, and a column has"),
+    ([BATCH], "batch files are answered in that form, which has no columns"),
 ]
 
 
 @pytest.mark.parametrize(("records", "message"), MIXED)
 def test_what_has_no_column_is_refused_before_a_model_is_loaded(work, records, message, capsys):
-    write([{"prompt": "a", **record} for record in records])
+    write([one if one is BATCH else {"prompt": "a", **one} for one in records])
     assert run(work / "never-loaded", output="out.parquet") == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert message in said
@@ -240,21 +241,3 @@ def test_two_parquet_files_with_another_type_each_are_refused(work, capsys):
         )
     assert run(work / "never-loaded", input="in", output="out.parquet") == 2
     assert "in/b.parquet: 'x' is a text here and an integer before" in capsys.readouterr().err
-
-
-def test_what_is_answered_in_openais_form_is_refused(work, capsys):
-    write([{"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a"}}])
-    assert run(work / "never-loaded", output="out.parquet") == 2
-    assert "batch files are answered in that form, which has no columns" in capsys.readouterr().err
-
-
-def test_without_pyarrow_nothing_is_begun(work, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    write(words(1))
-    assert run(work / "never-loaded", output="out.parquet") == 2
-    said = capsys.readouterr().err
-    assert said == (
-        "wedlm generate: Parquet files need pyarrow, which is not installed: "
-        "pip install 'wedlm-jax[data]'\n"
-    )
-    assert not Path("out.parquet.shards").exists()
