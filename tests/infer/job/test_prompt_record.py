@@ -13,7 +13,13 @@ from openai.types.chat import ChatCompletion
 
 from infer.job.input import BadPrompt, RecordIndex, Workload
 from infer.job.prompt_record import KEYS as KEYS_READ
-from infer.job.prompt_record import SAMPLING_FIELDS, record_fields, record_id, record_seed
+from infer.job.prompt_record import (
+    PROMPT_KINDS,
+    SAMPLING_FIELDS,
+    record_fields,
+    record_id,
+    record_seed,
+)
 from tests.examples.tiny_checkpoint import VOCAB_SIZE
 from tests.infer.job.job_examples import (
     KEYS,
@@ -379,11 +385,12 @@ OBJECTS = st.fixed_dictionaries(
     optional=dict.fromkeys([*KEYS_READ, "text", "promt", "custom_id", "url", "body"], JSON)
     | {"prompt": JSON | st.just("a"), "sampling": JSON | SAMPLING},
 )
-LINES = st.binary() | (JSON | OBJECTS).map(json.dumps).flatmap(
-    lambda line: st.sampled_from([line, line[:-1], f"{line},", line.replace(" ", "\0")]).map(
-        str.encode
-    )
-)
+OPTIONS = st.fixed_dictionaries({}, optional={"sampling": SAMPLING, "id": JSON})
+PROMPTS = st.dictionaries(st.sampled_from(PROMPT_KINDS), JSON, min_size=1, max_size=1)
+GOOD_PROMPTS = st.just({"prompt": "a"})
+RECORDS = st.tuples(PROMPTS | GOOD_PROMPTS, OPTIONS).map(lambda parts: parts[0] | parts[1])
+WHOLE = (JSON | OBJECTS | RECORDS | PROMPTS).map(json.dumps)
+LINES = WHOLE.map(str.encode) | WHOLE.map(lambda line: line[:-1].encode()) | st.binary()
 
 
 @settings(max_examples=20 * settings.default.max_examples)
