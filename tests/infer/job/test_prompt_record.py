@@ -385,7 +385,7 @@ OBJECTS = st.fixed_dictionaries(
     optional=dict.fromkeys([*KEYS_READ, "text", "promt", "custom_id", "url", "body"], JSON)
     | {"prompt": JSON | st.just("a"), "sampling": JSON | SAMPLING},
 )
-OPTIONS = st.fixed_dictionaries({}, optional={"sampling": SAMPLING, "id": JSON})
+OPTIONS = st.fixed_dictionaries({}, optional={"sampling": JSON | SAMPLING, "id": JSON})
 PROMPTS = st.dictionaries(st.sampled_from(PROMPT_KINDS), JSON, min_size=1, max_size=1)
 GOOD_PROMPTS = st.just({"prompt": "a"})
 RECORDS = st.tuples(PROMPTS | GOOD_PROMPTS, OPTIONS).map(lambda parts: parts[0] | parts[1])
