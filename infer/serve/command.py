@@ -164,11 +164,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: dict[str, Any]) -> None:
-    for name in ("max_waiting", "max_body", "client_timeout", "burst_seconds", "grace"):
-        flag = f"--{name.replace('_', '-')}"
-        least = 0 if name == "max_waiting" else 1e-6
-        if not options.get(name, 1) >= least:
+    for name in ("max_body", "client_timeout", "burst_seconds", "grace"):
+        if not options.get(name, 1) > 0:
+            flag = f"--{name.replace('_', '-')}"
             raise InputError(f"{flag}: expected a number above 0, not {options[name]!r}")
+    if options.get("max_waiting", 0) < 0:
+        raise InputError(f"--max-waiting: expected 0 or more, not {options['max_waiting']}")
     if not 0 <= options.get("port", 0) < 2**16:
         raise InputError(f"--port: expected 0 to 65535, not {options['port']}")
     if options.get("n", 1) > 1:

@@ -226,9 +226,10 @@ def name_given(body: Any, field: str | None) -> str | None:
     form, outputs = body.response_format, body.structured_outputs
     if field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
         return "max_completion_tokens"
-    if field == "json_schema" and body.json_schema is None and form is not None:
+    is_named = field in ("json_schema", "regex") and getattr(body, field) is not None
+    if field == "json_schema" and not is_named and form is not None and form.type != "text":
         return "response_format"
-    if field in ("json_schema", "regex") and getattr(body, field) is None and outputs is not None:
+    if field in ("json_schema", "regex") and not is_named and outputs is not None:
         return "structured_outputs"
     return field
 

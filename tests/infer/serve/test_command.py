@@ -107,7 +107,7 @@ def test_a_bad_variable_is_named(capsys):
     [
         (["--port", "70000"], "--port: expected 0 to 65535"),
         (["--grace", "0"], "--grace: expected a number above 0"),
-        (["--max-waiting", "-1"], "--max-waiting: expected"),
+        (["--max-waiting", "-1"], "--max-waiting: expected 0 or more, not -1"),
         (["--api-key", " "], "--api-key: expected a key"),
         (["--temperature", "-1"], "--temperature: expected a number"),
         (["--n", "2", "--temperature", "1"], "--n: requests say how many"),

@@ -204,6 +204,10 @@ CHAT_FIELDS = [
     ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
     ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "says the same as json_schema"),
     ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
+    (
+        {"structured_outputs": {"json": NOT}, "response_format": {"type": "text"}},
+        'json_schema: Unimplemented keys: ["not"]',
+    ),
     ({"regex": "a", "response_format": JSON_OBJECT}, "regex: expected none"),
     ({"regex": "(?=a)"}, "regex: look-around"),
     ({"structured_outputs": {"regex": "(?=a)"}}, "regex: look-around"),
