@@ -127,9 +127,8 @@ class DualStreamMask:
         segments = self.prediction_segments()
         block = jnp.arange(segments.shape[1]) // self.block_size
         # Within a block, causal in physical order, in which observed tokens come first.
-        same_block = (block[:, None] == block[None, :]) & CausalMask(segments).dense(
-            *segments.shape
-        )
+        causal = CausalMask(segments).dense(*segments.shape)
+        same_block = (block[:, None] == block[None, :]) & causal
         memory = CausalMask(self.segment_ids).dense(batch, length)
         # Memory never sees the prediction stream: committed text does not depend on guesses.
         unseen = jnp.zeros((batch, length, segments.shape[1]), bool)
