@@ -11,10 +11,11 @@ Tested by tests/wedlm_jax/engine/windows/test_windowless.py.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,12 +27,14 @@ from wedlm_jax.engine.windows.costs import CostTable, kept_table
 from wedlm_jax.host.progress import MEASURING
 from wedlm_jax.params import SamplingParams
 
+T = TypeVar("T")
+
 TEXT = 64
 """The length of dummy texts in tokens, if the engine allows it."""
-ROUNDS, SECONDS = 3, 3.0
+ROUNDS, SECONDS, LEAST = 3, 3.0, 3
 """How often each size is timed, and the time limit. The fastest round counts, since other work of
-the machine only slows forwards down. After the limit nothing more is timed; the costs of other
-sizes are inferred."""
+the machine only slows forwards down. After the limit, and the least number of bursts, nothing more
+is timed; the costs of other sizes are inferred."""
 SHORT, LONG = 2, 10
 """The forwards of two bursts, whose difference separates the cost of forwards from overhead."""
 SLOW = 0.1
@@ -82,11 +85,17 @@ def measured(device: Device) -> CostTable:
     todo = [(min(size, reach), False) for size in timed if size > 1 or not traits.window]
     if traits.window:
         todo += [(size, True) for size in {*(size for size in sizes if size < each), each}]
+    # Full batches first, which matter most and take longest; of either kind the ends first, since
+    # the costs between two that were timed are inferred best.
+    todo.sort(key=lambda one: one[::-1])
+    full = spread([one for one in todo if one[0] >= each])
+    small = spread([one for one in todo if one[0] < each])
+    turns = [one for pair in itertools.zip_longest(full, small) for one in pair if one is not None]
     table, started = CostTable(sizes), time.perf_counter()
     fastest: dict[Any, tuple[float, Report]] = {}
     for _ in range(ROUNDS):
-        for one in sorted(todo, key=lambda one: one[::-1]):
-            if time.perf_counter() - started > SECONDS:
+        for one in turns:
+            if len(fastest) >= LEAST and time.perf_counter() - started > SECONDS:
                 break
             for forwards, seconds, report in _timed(device, _windows(device, *one)):
                 key = (*one, forwards)
@@ -95,6 +104,18 @@ def measured(device: Device) -> CostTable:
     for seconds, report in fastest.values():
         table.learn(report.sizes, report.by_size, seconds, windowless=report.windowless)
     return CostTable(**table.as_json())  # with the usual uncertainty of a measurement
+
+
+def spread(sizes: Sequence[T]) -> list[T]:
+    """Returns ascending sizes in another order: both ends, then the middle of each gap, the widest
+    gaps first."""
+    order, gaps = [*range(len(sizes))][:: max(len(sizes) - 1, 1)], [(0, len(sizes) - 1)]
+    for low, high in gaps:
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
+    return [sizes[i] for i in order]
 
 
 def _windows(device: Device, tokens: int, windowless: bool) -> np.ndarray:

@@ -10,6 +10,7 @@ from tests.examples.decode import say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.engine.interface import Failed, Finished, Request
 from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
+from wedlm_jax.engine.windows.probe import spread
 from wedlm_jax.params import SamplingParams
 
 
@@ -158,3 +159,13 @@ def test_costs_are_learnt_where_others_run_already(tiny_model, mode, window, aut
     assert engine.windows.costs is not None
     plain = Request(1, (4, 9), dataclasses.replace(params, mode="ar"))
     assert say_the_same(results[1], autoregressive_engine.decode([plain])[0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 9, 20])
+def test_sizes_are_timed_from_the_ends_inwards(count):
+    order = spread(range(count))
+    assert sorted(order) == [*range(count)]
+    assert order[:2] == [*range(count)][:: max(count - 1, 1)]
+    for timed in range(2, count):
+        gaps = np.diff(sorted(order[:timed]))
+        assert gaps.max() <= 2 * (count - 1) / (timed // 2 + 1) + 1
