@@ -221,10 +221,11 @@ def test_where_nothing_can_be_written_no_thread_of_orbax_waits_for_it(tmp_path, 
     checkpoints.save(state(2), whole=True)
     (tmp_path / "states").rename(tmp_path / "moved")
     loop(tmp_path / "states")
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(StorageFailure, match=r"step 4 could not be written \(.*Too many levels"):
         checkpoints.save(state(4), whole=True)
-    assert threading.active_count() == before
+    # Threads of the state before may have ended meanwhile.
+    assert set(threading.enumerate()) <= before
     checkpoints.close()
     assert_is_step(read(tmp_path / "moved")[0], 2)
 
