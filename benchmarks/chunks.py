@@ -26,8 +26,7 @@ from wedlm_jax.host.command_line import run_command
 from wedlm_jax.params import SamplingParams
 
 CHUNK = 1024
-"""Tokens at the prompt's start that are compared with as many at its end; a forward computes
-fewer."""
+"""How many of the prompt's first tokens are compared with its last; a forward computes fewer."""
 OTHERS = 4
 """Sequences that decode meanwhile, autoregressively: so each has a token a forward."""
 OTHERS_TOKENS = 32

@@ -1,4 +1,4 @@
-"""A bucket of Google Cloud Storage on this machine, of `gcp-storage-emulator`: `gs://bucket`."""
+"""A Google Cloud Storage bucket, `gs://bucket`, emulated here by `gcp-storage-emulator`."""
 
 import contextlib
 import functools

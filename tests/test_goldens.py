@@ -97,7 +97,7 @@ def test_decodes_one_by_one(decoder):
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_decodes_in_any_order(decoder, seed):
-    """In places and pages that others have left, prompts in chunks and prefixes reused."""
+    """Runs in places and pages used before, with prompts in chunks and prefixes from the cache."""
     cases, engine = decoder
     order = np.random.default_rng(seed).permutation(len(cases))
     results = engine.decode([as_decode_case(cases[i]).request(int(i)) for i in order])

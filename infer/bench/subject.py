@@ -58,8 +58,8 @@ class Subject:
         return self.model.config
 
     def engine(self, window: int | str, sequences: int, **options: Any) -> Engine:
-        """Makes an engine for this many sequences; ``options`` are fields of `EngineConfig`.
-        No drafts are copied from texts unless these say so."""
+        """Makes an engine that decodes up to ``sequences`` at once; ``options`` are more fields of
+        `EngineConfig`. No drafts are copied from texts unless these say so."""
         options = {"lookup": 0, **self.options, **options}
         config = EngineConfig(window_size=window, max_batch_size=sequences, **options)
         known = None if self.codec is None else self.codec.token_ids

@@ -1,4 +1,4 @@
-"""Clients against a server that answers by the book, and what is said of a server under load."""
+"""The load client counts what a correct server sends; the report describes a server under load."""
 
 import asyncio
 import json

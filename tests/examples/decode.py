@@ -151,7 +151,7 @@ def say_the_same(ours, theirs):
 
 
 def assert_same(ours, theirs):
-    """Tokens, reasons and counts equal, log-probabilities but for rounding."""
+    """Compares tokens, finish reasons and counts exactly, log-probabilities up to rounding."""
     plain, other = (dataclasses.replace(result, logprobs=None) for result in (ours, theirs))
     assert plain == other
     assert_logprobs_near(ours, theirs)

@@ -46,7 +46,7 @@ class Example:
 
 
 def make_spans(rng, lengths, before, *, page_size, columns=None, num_pages=None):
-    """Spans behind so many tokens, on pages in random order; and how many pages there are."""
+    """Returns spans after computed texts, on pages in random order, and the number of pages."""
     kv = [span + old if span else 0 for span, old in zip(lengths, before, strict=True)]
     needed = [-(-length // page_size) for length in kv]
     num_pages = num_pages or sum(needed) + 4

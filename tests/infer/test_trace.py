@@ -105,7 +105,7 @@ def test_refused(arguments, says, written, tmp_path, monkeypatch, capsys):
 
 
 def changed(whole, path, value):
-    """Sets what stands at a path, or deletes it for ``...``."""
+    """Sets the value at a path, or deletes it for ``...``."""
     inner = whole
     for key in path[:-1]:
         inner = inner[key]

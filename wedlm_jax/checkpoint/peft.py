@@ -70,6 +70,11 @@ class PeftCheckpoint(Checkpoint):
                     f"{folder / WEIGHTS}: adapters of {name!r}, which is no matrix of the base "
                     f"model in {base.folder}"
                 )
+            if a.shape[0] != rank:  # the scale would be another, too
+                raise InputError(
+                    f"{folder / WEIGHTS}: adapters of {name!r} have rank {a.shape[0]}, and "
+                    f"{CONFIG} says r {rank}"
+                )
             tensors[name] = _merged(tensors[name], a, b, scale, folder)
         self.tensors = tensors
 

@@ -126,6 +126,7 @@ def test_it_decodes_with_the_tokenizer_of_its_base(tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"r": 0}, "above 0 as r, not 0"),
+        ({"r": RANK + 1}, "have rank 3, and adapter_config.json says r 4"),
         ({"lora_alpha": "16"}, "lora_alpha, not '16'"),
         ({"base_model_name_or_path": None}, "does not name the base"),
         ({"base_model_name_or_path": "/nowhere/at/all"}, "no such folder"),
