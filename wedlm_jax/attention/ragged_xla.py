@@ -5,9 +5,10 @@ outer loop goes over the tiles, an inner one over the blocks that a tile sees, w
 softmax (Milakov & Gimelshein, 2018). No shape depends on a length, and a query always sums over the
 blocks 0, 1, 2, … of its own sequence, so its result does not depend on the rest of the batch.
 
-Spans of one token are computed several at a time, since one alone is too little work for a loop
-iteration. They are sorted by how much they see; blocks that only a few of them see are computed
-one by one.
+Tiles are computed several at a time, since one alone is too little work for a loop iteration. They
+are sorted by how much they see; blocks that only a few of them see are computed one by one. Spans
+of one token have tiles of their own; those of the others are about as long as the spans of a full
+batch, because a short span in a long tile is mostly padding.
 
 On a GPU each iteration of such a loop returns to the host, which takes longer than its work. There
 all tiles are computed together, and the only loop goes over the blocks of the longest sequence:
@@ -27,10 +28,10 @@ from wedlm_jax.attention.pages import Pages, Spans
 
 BLOCK = 128
 """Approximate number of places per block."""
-TILE = 32
-"""Tokens per tile."""
-SINGLES_AT_ONCE = 16
-"""How many spans of one token are computed together."""
+SHORTEST_TILE, TILE = 8, 32
+"""The fewest and the most tokens per tile, for spans of several tokens."""
+AT_ONCE = 16
+"""How many tiles are computed together."""
 BLOCK_TOGETHER = 512
 """Approximate number of places per block where all tiles are computed together."""
 
@@ -97,9 +98,11 @@ def make_tiles(
       spans: spans of this forward.
       num_tokens: T.
       page_size: tokens per page.
-      tile: tokens per tile.
+      tile: tokens per tile; by default as many as a span has if all sequences have equal ones,
+        within `SHORTEST_TILE` and `TILE`.
       block: approximate number of places per block.
-      deterministic: treat spans of one token like all others.
+      deterministic: compute every span in tiles of `TILE` tokens, one by one, whatever its length
+        and the rest of the batch.
       together: compute all tiles of a kind together, for GPUs.
     """
     if block is None:
@@ -109,20 +112,25 @@ def make_tiles(
     table = jnp.pad(spans.page_table, ((0, 0), (0, -columns % pages_per_block)))
     places = pages_per_block * page_size
     lengths = spans.query_starts[1:] - spans.query_starts[:-1]
-    tile = min(TILE if tile is None else tile, num_tokens)
+    if tile is None:
+        each = 1 << (-(-num_tokens // sequences) - 1).bit_length()
+        tile = TILE if deterministic else min(max(each, SHORTEST_TILE), TILE)
+    tile = min(tile, num_tokens)
+
+    def tile_list(parts: Array, most: int, tile: int, at_once: int = AT_ONCE) -> TileList:
+        at_once = most if together else min(most, at_once)
+        most = -(-most // at_once) * at_once
+        return _tile_list(spans, parts, most, tile, places, at_once, together)
+
     single = longer = None
     apart = not deterministic and (num_tokens == 1 or sequences > 1)
     if apart:
-        most = min(sequences, num_tokens)
-        at_once = most if together else min(most, SINGLES_AT_ONCE)
-        most = -(-most // at_once) * at_once
-        ones = jnp.where(lengths == 1, 1, 0)
-        single = _tile_list(spans, ones, most, 1, places, at_once, together)
+        single = tile_list(jnp.where(lengths == 1, 1, 0), min(sequences, num_tokens), 1)
     if num_tokens > 1 or not apart:
         parts = -(-jnp.where(lengths > 1, lengths, 0 if apart else lengths) // tile)
         owners = min(sequences, num_tokens // 2 if apart else num_tokens)
         most = min(num_tokens, (num_tokens + owners * (tile - 1)) // tile)
-        longer = _tile_list(spans, parts, most, tile, places, most if together else 1, together)
+        longer = tile_list(parts, most, tile, 1 if deterministic else AT_ONCE)
     return Tiles(table, single, longer, pages_per_block)
 
 

@@ -46,10 +46,10 @@ from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
 
-CHECK, CHECK_FORWARDS = 64, 8
-"""Every `CHECK`-th burst, and every burst whose number is a power of two, runs at most
-`CHECK_FORWARDS` forwards without copied drafts. This measures again what such forwards take, which
-is the baseline for all others."""
+FIRST_CHECK, CHECK, CHECK_FORWARDS = 8, 512, 8
+"""After `FIRST_CHECK` forwards, and then after as many again as there have been, at most `CHECK`, a
+burst of `CHECK_FORWARDS` forwards copies no drafts. It measures what such forwards take, which is
+the baseline for all others: a burst with both kinds tells only what they take together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Device:
         self.costs: CostTable | None = None
         """What forwards cost, which decides whether drafts are copied from texts. None until
         measured; assumed costs are used until then."""
-        self._priced = 0
+        self._next_check = FIRST_CHECK
         """The number of bursts so far in which the cost of copies was weighed."""
 
     # --- weights and programs -----------------------------------------------------------
@@ -337,8 +337,11 @@ class Device:
         """Returns whether the next burst is one that measures forwards without copied drafts."""
         if not self._room.lookup or self.costs is None:
             return False
-        self._priced += 1
-        return self._priced % CHECK == 0 or self._priced & (self._priced - 1) == 0
+        done = int(self.counters[0])
+        if done < self._next_check:
+            return False
+        self._next_check = done + min(done, CHECK)
+        return True
 
     def _seconds(self, *, without_copies: bool) -> np.ndarray | None:
         """Returns the cost of a forward of each size, in the form that `Allowance` takes."""

@@ -130,8 +130,24 @@ def test_work_follows_what_is_visible():
     assert tiles.single.blocks.tolist() == [3, 1, 0, 0]
     assert int(tiles.single.groups) == 1
     assert tiles.longer.blocks[:2].tolist() == [2, 2]
-    assert int(tiles.longer.groups) == 2
+    assert int(tiles.longer.groups) == 1  # as many as all tokens could fill, together
     assert tiles.longer.count[:3].tolist() == [24, 16, 0]
+
+
+@pytest.mark.parametrize(("size", "tile"), [(4, 4), (64, 8), (320, 16), (864, 32), (2000, 32)])
+def test_tiles_are_about_as_long_as_the_spans_of_a_full_batch(size, tile):
+    """A span of two tokens in a tile of 32 would be 15 parts of padding."""
+    spans, _ = make_spans(np.random.default_rng(0), [2] * 32, [9] * 32, page_size=16)
+    assert make_tiles(spans, size, 16).longer.tile == tile
+
+
+def test_deterministic_tiles_depend_on_no_batch():
+    spans, _ = make_spans(np.random.default_rng(0), [2] * 32, [9] * 32, page_size=16)
+    shapes = {
+        (t.longer.tile, t.longer.at_once)
+        for t in (make_tiles(spans, size, 16, deterministic=True) for size in (64, 320, 2000))
+    }
+    assert shapes == {(32, 1)}
 
 
 BEFORE = 70

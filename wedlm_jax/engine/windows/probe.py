@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.interface import Admission, Burst, Report, Request
-from wedlm_jax.engine.windows.costs import CostTable, kept_table
+from wedlm_jax.engine.windows.costs import OVERHEAD, CostTable, kept_table
 from wedlm_jax.host.progress import MEASURING
 from wedlm_jax.params import SamplingParams
 
@@ -31,12 +31,14 @@ T = TypeVar("T")
 
 TEXT = 64
 """The length of dummy texts in tokens, if the engine allows it."""
-ROUNDS, SECONDS, LEAST = 3, 3.0, 3
+ROUNDS, SECONDS, LEAST = 3, 4.0, 2
 """How often each size is timed, and the time limit. The fastest round counts, since other work of
-the machine only slows forwards down. After the limit, and the least number of bursts, nothing more
-is timed; the costs of other sizes are inferred."""
+the machine only slows forwards down. After the limit, and the least number of sizes, nothing more
+is timed; the costs of other sizes are interpolated."""
 SHORT, LONG = 2, 10
 """The forwards of two bursts, whose difference separates the cost of forwards from overhead."""
+LEAST_OVERHEAD = 1e-4
+"""The least overhead of a burst in seconds; noise can make the difference smaller."""
 SLOW = 0.1
 """If the shorter burst takes this many seconds, the longer one is skipped."""
 
@@ -91,19 +93,48 @@ def measured(device: Device) -> CostTable:
     full = spread([one for one in todo if one[0] >= each])
     small = spread([one for one in todo if one[0] < each])
     turns = [one for pair in itertools.zip_longest(full, small) for one in pair if one is not None]
-    table, started = CostTable(sizes), time.perf_counter()
-    fastest: dict[Any, tuple[float, Report]] = {}
+    started = time.perf_counter()
+    fastest: dict[tuple[int, bool], dict[int, float]] = {}
     for _ in range(ROUNDS):
         for one in turns:
             if len(fastest) >= LEAST and time.perf_counter() - started > SECONDS:
                 break
             for forwards, seconds, report in _timed(device, _windows(device, *one)):
-                key = (*one, forwards)
-                if key not in fastest or seconds < fastest[key][0]:
-                    fastest[key] = seconds, report
-    for seconds, report in fastest.values():
-        table.learn(report.sizes, report.by_size, seconds, windowless=report.windowless)
-    return CostTable(**table.as_json())  # with the usual uncertainty of a measurement
+                size = report.sizes[int(report.by_size.argmax())]
+                known = fastest.setdefault((size, report.windowless), {})
+                known[forwards] = min(seconds, known.get(forwards, seconds))
+    return interpolated(sizes, fastest)
+
+
+def interpolated(
+    sizes: Sequence[int], bursts: Mapping[tuple[int, bool], Mapping[int, float]]
+) -> CostTable:
+    """Returns the costs of all sizes, given the seconds of some bursts.
+
+    Args:
+      sizes: of a forward.
+      bursts: seconds by the number of forwards, for a size and whether the program is the one
+        without windows.
+    """
+    costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
+    overheads = []
+    for (size, windowless), known in bursts.items():
+        (short, begin), (forwards, end) = min(known.items()), max(known.items())
+        cost = end / forwards
+        if forwards > short and end > begin:
+            cost = (end - begin) / (forwards - short)
+            overheads.append(begin - short * cost)
+        costs[windowless][size] = cost
+
+    def at(known: dict[int, float], usual: np.ndarray) -> np.ndarray:
+        """Interpolates ratios to the ``usual`` costs, on logarithmic scales."""
+        places = sorted(known)
+        ratios = [np.log(known[size] / usual[sizes.index(size)]) for size in places]
+        return np.exp(np.interp(np.log(sizes), np.log(places), ratios)) if places else 1 + 0 * usual
+
+    seconds = at(costs[False] or costs[True], np.ones(len(sizes)))
+    overhead = max(float(np.median(overheads)), LEAST_OVERHEAD) if overheads else OVERHEAD
+    return CostTable(sizes, seconds.tolist(), at(costs[True], seconds).tolist(), overhead)
 
 
 def spread(sizes: Sequence[T]) -> list[T]:

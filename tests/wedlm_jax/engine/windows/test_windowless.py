@@ -10,7 +10,7 @@ from tests.examples.decode import say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.engine.interface import Failed, Finished, Request
 from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
-from wedlm_jax.engine.windows.probe import spread
+from wedlm_jax.engine.windows.probe import interpolated, spread
 from wedlm_jax.params import SamplingParams
 
 
@@ -169,3 +169,23 @@ def test_sizes_are_timed_from_the_ends_inwards(count):
     for timed in range(2, count):
         gaps = np.diff(sorted(order[:timed]))
         assert gaps.max() <= 2 * (count - 1) / (timed // 2 + 1) + 1
+
+
+def test_costs_of_sizes_that_were_not_timed_are_interpolated():
+    bursts = {
+        (1, True): {2: 0.003, 10: 0.011},  # overhead 0.001, a forward 0.001
+        (1, False): {2: 0.005, 10: 0.021},
+        (16, False): {2: 0.2},  # too slow for the longer burst
+    }
+    table = interpolated((1, 4, 16, 64), bursts)
+    seconds = table.of_sizes((1, 4, 16, 64))
+    np.testing.assert_allclose(seconds, [0.002, (0.002 * 0.1) ** 0.5, 0.1, 0.1])
+    np.testing.assert_allclose(table.of_sizes((1, 4), windowless=True), seconds[:2] / 2)
+    assert table.overhead == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize("windowless", [False, True])
+def test_a_single_program_has_the_costs_of_both_and_noise_gives_no_negative_ones(windowless):
+    table = interpolated((1, 16), {(16, windowless): {2: 0.2, 10: 0.1}})
+    np.testing.assert_allclose(table.of_sizes((1, 16)), 0.01)
+    np.testing.assert_allclose(table.of_sizes((1, 16), windowless=True), 0.01)
