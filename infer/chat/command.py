@@ -15,6 +15,7 @@ from infer.flags import add_decoding_options, add_engine_options, sampling_param
 from infer.generate import load
 from wedlm_jax.errors import CompilingInterrupted, InputError, counted
 from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.progress import BusyNotice
 from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -30,7 +31,8 @@ cache, so that a turn computes its new tokens alone.
 NOTES = """\
 A line that begins with a slash is for the program: /help lists them. Ctrl-C stops an answer,
 Ctrl-D ends. Lines may come from a pipe: each is a message, and one that ends in a backslash goes
-on in the next. Answers go to standard output, all else to standard error.
+on in the next. Answers go to standard output, all else to standard error. --max-tokens ends an
+answer that nobody is there to stop.
 
 An answer may fill the context, unless --max-tokens says less. A model without a chat template
 completes each message by itself.
@@ -126,14 +128,24 @@ def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
     engine, completion = llm.engine, None
     answer = conversation.retry if message is None else partial(conversation.answer, message)
     compiled, started = engine.compile_seconds, time.monotonic()
+    written = ""
+
+    def end_line() -> None:
+        """Ends a line of the answer in a terminal, so that a notice does not stand in it."""
+        if written and not written.endswith("\n") and sys.stdout.isatty():
+            print(flush=True)
+
+    if isinstance(notice := engine.device.programs.while_busy, BusyNotice):
+        notice.before = end_line
     # An exception in the middle of a forward would leave the engine of no use.
     with StopRequest(signal.SIGINT) as interrupt:
         for chunk in answer(lambda: interrupt.requested):
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
-            completion = chunk.completion
+            written, completion = chunk.text or written, chunk.completion
     seconds = time.monotonic() - started - (engine.compile_seconds - compiled)
     print(flush=True)
+    written = ""
     if completion is not None:
         if reason := empty(completion, llm):
             _tell(reason)

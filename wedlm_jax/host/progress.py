@@ -190,13 +190,15 @@ class ProgressBar:
         return f"{self._done:,} of {self._total:,} {self._unit}"
 
 
-FIRST_LINE_S, NEXT_LINE_S = 2.0, 8.0
-"""When it is first said, and again, what takes long, where there is no terminal."""
+SHOWN_S, FIRST_LINE_S, NEXT_LINE_S = 0.5, 2.0, 8.0
+"""When what takes long is first said in a terminal; elsewhere, and when it is said again there."""
 
 
 @contextlib.contextmanager
 def saying(
-    text: Callable[[float], str], console: Console | None = None
+    text: Callable[[float], str],
+    console: Console | None = None,
+    before: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], bool]]:
     """Shows what the block does where it takes long: a line that counts the seconds in a
     terminal; elsewhere a line after a few seconds, and one now and then.
@@ -204,6 +206,7 @@ def saying(
     Args:
       text: what is said after this many seconds.
       console: where it is said; by default on standard error.
+      before: called once before anything is shown, in any thread.
 
     Yields:
       a function that tells whether it has taken long.
@@ -211,21 +214,27 @@ def saying(
     from rich.console import Console
 
     console = console or Console(stderr=True, highlight=False)
-    due, started = FIRST_LINE_S, time.monotonic()
+    status = console.status("") if console.is_terminal else None
+    due, started = FIRST_LINE_S if status is None else SHOWN_S, time.monotonic()
+    first = True
 
     def tell(seconds: float) -> None:
-        nonlocal due
-        if seconds >= due:
+        nonlocal due, first
+        if seconds < due:
+            return
+        if first:
+            first = False
+            before()
+            if status is not None:
+                shown.enter_context(through_bar(status))
+        if status is not None:
+            status.update(text(seconds))
+        else:
             due = seconds + NEXT_LINE_S
             console.print(text(seconds), markup=False, soft_wrap=True)
 
-    with contextlib.ExitStack() as shown:
-        if console.is_terminal:
-            status = console.status(text(0))
-            shown.enter_context(through_bar(status))
-            shown.enter_context(ticking(lambda seconds: status.update(text(seconds))))
-        else:
-            shown.enter_context(ticking(tell))
+    # The line of a terminal goes when no thread writes to it any more.
+    with contextlib.ExitStack() as shown, ticking(tell, SHOWN_S):
         yield lambda: time.monotonic() - started >= FIRST_LINE_S
 
 
@@ -249,10 +258,14 @@ class BusyNotice:
     Args:
       kept: where programs are kept for the next time; None if nowhere.
       console: where it is said; by default on standard error.
+
+    Attributes:
+      before: called before anything is shown; it may end a line that is being written.
     """
 
     def __init__(self, kept: Path | None = None, console: Console | None = None):
         self._kept, self._console = kept, console
+        self.before: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:
@@ -260,7 +273,7 @@ class BusyNotice:
         from rich.console import Console
 
         console, started = self._console or Console(stderr=True, highlight=False), time.monotonic()
-        with saying(so_far(what), console) as took_long:
+        with saying(so_far(what), console, lambda: self.before()) as took_long:
             yield
         if what == COMPILING and took_long():
             where = f"; kept for the next time in {self._kept}" if self._kept else ""

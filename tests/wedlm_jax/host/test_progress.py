@@ -106,6 +106,24 @@ def test_what_takes_long_is_told_with_its_time(work, after, lines, monkeypatch):
     assert said(console).splitlines() == lines
 
 
+@pytest.mark.parametrize(("after", "shown"), [(0.0, True), (60.0, False)])
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_that_is_being_written_ends_before_anything_is_shown(
+    terminal, after, shown, monkeypatch
+):
+    for name in ("SHOWN_S", "FIRST_LINE_S"):
+        monkeypatch.setattr(f"wedlm_jax.host.progress.{name}", after)
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    console.file.write("an answ")
+    notice = BusyNotice(console=console)
+    notice.before = lambda: console.file.write("|")
+    with notice(MEASURING):
+        pass
+    assert said(console).startswith("an answ|" if shown else "an answ")
+    assert (MEASURING in said(console)) is shown
+    assert said(console).count("|") == shown
+
+
 def test_what_takes_long_is_told_behind_the_count(monkeypatch):
     monkeypatch.setattr("wedlm_jax.host.progress.FIRST_LINE_S", 0.0)
     console = plain()
