@@ -39,8 +39,10 @@ MEMORY = 40.0
 """The number of observations, per sequence and length, after which older ones have mostly faded."""
 MASKS_RATE = 0.1
 """The rate at which the running mean of masks' drafts is updated."""
-GAIN = 1.1
-"""The factor by which drafts must promise more tokens per second: promises are uncertain."""
+GAIN, UNSHARED = 1.1, 0.2
+"""The factor by which drafts must promise more tokens per second, since promises are uncertain; and
+what is added to it, in a large batch, while nobody waits. The place of a sequence that ends early
+then stays empty, and a batch whose last sequence had no drafts has gained nothing."""
 
 
 @jax.tree_util.register_dataclass
@@ -196,7 +198,20 @@ def gains(lookup: Lookup, room: Array) -> Array:
     return jnp.where(inside, jnp.maximum(falling, 0.0), 0.0)
 
 
-def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardCosts) -> Array:
+def least_gain(running: Array, others_wait: Array) -> Array:
+    """Returns the factor by which drafts must promise more tokens per second, float32.
+
+    Args:
+      running: int32, sequences that are running.
+      others_wait: bool, whether others take the places of those that finish.
+    """
+    alone = GAIN + UNSHARED * (1 - 1 / jnp.maximum(running, 1))
+    return jnp.where(others_wait, GAIN, alone)
+
+
+def paying_drafts(
+    gains: Array, tokens: Array, committed: Array, costs: ForwardCosts, least: Array
+) -> Array:
     """Returns how many drafts each sequence takes for a forward to commit the most tokens per
     second, int32 ``[N]``.
 
@@ -209,6 +224,7 @@ def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardC
       tokens: int32, tokens of the forward without drafts.
       committed: float32, tokens that it commits on average.
       costs: costs of forwards.
+      least: from `least_gain`.
     """
     flat = gains.reshape(-1)
     # The sort is stable, so among equal gains a sequence's earlier drafts come first.
@@ -216,7 +232,7 @@ def paying_drafts(gains: Array, tokens: Array, committed: Array, costs: ForwardC
     more = jnp.pad(jnp.cumsum(flat[order]), (1, 0))
     rate = (committed + more) / costs.seconds(tokens + jnp.arange(flat.shape[0] + 1))
     best = jnp.argmax(rate)
-    best = jnp.where(rate[best] > GAIN * rate[0], best, 0)
+    best = jnp.where(rate[best] > least * rate[0], best, 0)
     taken = jnp.zeros(flat.shape, bool).at[order].set(jnp.arange(flat.shape[0]) < best)
     return (taken & (flat > 0)).reshape(gains.shape).sum(axis=1, dtype=jnp.int32)
 

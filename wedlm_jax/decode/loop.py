@@ -238,7 +238,10 @@ def with_copies(
     committed = 1 + jnp.maximum(drafted + unpriced, known.masks)
     committed = jnp.where(state.running, committed, 0.0).sum()
     costs = lookup.ForwardCosts(program.sizes.tokens, allowance.seconds[0])
-    count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs)
+    # A burst ends early, when some of its sequences have finished, only if others wait.
+    running = state.running.sum()
+    least = lookup.least_gain(running, allowance.until_finished[0] < running)
+    count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs, least)
 
     slot = jnp.arange(state.tokens.shape[1])
     fills = (slot >= 1) & (slot <= count[:, None])
