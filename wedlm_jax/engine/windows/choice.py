@@ -25,6 +25,7 @@ windows pay, an occasional burst without them checks the gain.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -118,69 +119,65 @@ class FixedWindows:
 
 GAIN = 1.03
 """The factor by which windows must promise to be faster, since the promise is uncertain."""
-DOUBT = 1.3
-"""The factor by which they may be faster than promised, because the table may be wrong."""
-TRIALS, TRIED = 0.008, 0.04
-"""The share of the time that trials of windows may lose by the table, and the share that they may
-take. The second is a limit in case the table is wrong about the loss."""
-FADING = 0.999
-"""The share of the account of trials that is kept from burst to burst."""
-ENOUGH = 12.0
-"""The number of forwards with windows, including the prior's, before which a kind is unknown."""
-HOPE = 0.9
-"""The value of q before any forward."""
-PRIOR, OWN_MEMORY = 4.0, 48.0
-"""The weight, in forwards, of a kind's mean for one of its sequences; and the number of forwards
-after which a sequence's older ones have faded."""
-MEMORY, MOST_AT_ONCE = 128.0, 8.0
-"""The number of forwards that a kind remembers, and the most that count per sequence and burst."""
-DRAFTS_MEMORY = 500.0
-"""The number of accepted drafts that are remembered, for the ratio of drafts to accepted ones."""
-STALE = 0.98
-"""The share of a kind's memory that is kept over a burst without windows."""
-CERTAIN = 3.0
-"""The promised speed-up from which windows need no check."""
-CHECKS, FIRST_CHECK = 0.01, 0.05
-"""The share of the time that bursts without windows may lose where windows pay: in the long run,
-and for the first of them."""
+SHORT = 8
+"""The forwards of a burst that tries what does not seem best: windows, or none. A longer one, in
+which a short answer is decoded to its end, would cost more and not tell more."""
+SHARE, GROWTH = 0.02, 4.0
+"""The share of the time that such bursts may take, and the factor by which the time between them
+grows from the first, which is early, to that share."""
 HARMLESS = 1.05
 """The factor by which windows may slow a forward down if all sequences try them at once."""
-SHORT = 8
-"""The forwards of a burst that is a trial of windows, or a check without them. A longer one, in
-which a short answer is decoded to its end, would cost more and not tell more."""
-WAIT = 16
+HOPE = 0.9
+"""The value of q before any forward."""
+ENOUGH = 12.0
+"""The number of forwards with windows, including the prior's, before which a kind is unknown."""
+PRIOR, OWN_MEMORY = 4.0, 48.0
+"""The weight, in forwards, of a kind's mean for one of its sequences; and the number of forwards
+after which a sequence's older ones have mostly faded."""
+MEMORY = 128.0
+"""The same for a kind."""
+DRAFTS_MEMORY = 500.0
+"""The number of accepted drafts that are remembered, for the ratio of drafts to accepted ones."""
+PATIENCE = 16
 """The number of bursts after which windows are considered again at the latest."""
 PRICES = np.geomspace(0.01, 0.7, 12)
 """Prices of a computed token in committed tokens, for each of which the best windows are found."""
 
 
-class _Kind:
-    """What sequences of one kind, such as greedy ones in mode "verified", commit with the widest
-    window: ``tokens`` in ``forwards``. These begin with an optimistic prior, which soon fades."""
+@dataclasses.dataclass(slots=True)
+class _Commits:
+    """What forwards with the widest window commit: ``tokens`` in ``forwards``, of which older ones
+    count less."""
 
-    def __init__(self, hope: float):
-        self.tokens, self.forwards = PRIOR * hope, PRIOR
+    tokens: float = 0.0
+    forwards: float = 0.0
 
-    @property
-    def mean(self) -> float:
-        return self.tokens / self.forwards
-
-    def keep(self, share: float) -> None:
-        self.tokens, self.forwards = self.tokens * share, self.forwards * share
+    def add(self, tokens: float, forwards: float, memory: float) -> None:
+        kept = math.exp(-forwards / memory)
+        self.tokens = self.tokens * kept + tokens
+        self.forwards = self.forwards * kept + forwards
 
 
 @dataclasses.dataclass(slots=True)
 class _Evidence:
-    """The same for one sequence, and its window in the last observed burst."""
+    """What is known of a sequence.
 
-    kind: _Kind
-    tokens: float = 0.0
-    forwards: float = 0.0
+    Attributes:
+      own: what its forwards committed.
+      kind: the same of all sequences of its kind, such as greedy ones in mode "verified". These
+        begin with an optimistic prior, which soon fades.
+      window: its window in the last observed burst.
+    """
+
+    own: _Commits
+    kind: _Commits
     window: int = 0
 
     @property
     def mean(self) -> float:
-        return (self.tokens + PRIOR * self.kind.mean) / (self.forwards + PRIOR)
+        """The tokens that a forward with the widest window is expected to commit."""
+        usual = self.kind.tokens / self.kind.forwards
+        return (self.own.tokens + PRIOR * usual) / (self.own.forwards + PRIOR)
 
 
 class AutoWindows(FixedWindows):
@@ -213,73 +210,76 @@ class AutoWindows(FixedWindows):
         self._curves = np.cumsum(q, axis=1).T[np.maximum(self._widths, 1) - 1]
         """``[K, 200]``, E of each width by q."""
         self._hope = float((HOPE ** np.arange(widest)).sum())
-        self._kinds: dict[tuple[str, bool], _Kind] = {}
+        self._kinds: dict[tuple[str, bool], _Commits] = {}
         self._drafts = self._accepted = 20.0
-        self._lost = self._tried = self._total = 0.0
-        self._burst = 16.0
-        self._unchecked, self._check = 0.0, FIRST_CHECK
-        self._wait: dict[tuple[int, int], float] = {}
-        """By the numbers of sequences with free and with fixed windows: how large the account has
-        to be before the choice can be other than no windows. This saves time, since a choice takes
-        as long as a small forward."""
+        self._used = False
+        """Whether windows were used in the last burst."""
+        self._since, self._burst = 0.0, 0.0
+        """The time, by the table of costs, since that was otherwise; and of the last burst."""
+        self._looks = [0, 0]
+        """How often windows were tried where they do not seem to pay, and none where they do."""
+        self._next: dict[int, float] = {}
+        """By the number of sequences: the time without windows after which to consider them again.
+        A choice takes as long as a small forward."""
 
     def widest(self, request: Request) -> int:
         usual = super().widest(request)
         fixed = self._paper is not None and request.params.mode == "paper"
         return min(usual, self._paper or 0) if fixed and request.window is None else usual
 
-    def choose(self, running: Sequence[SequenceState]) -> list[int]:
-        """Returns the window of each sequence in the next burst."""
-        self.most_forwards = None
-        if self._replicas == 1:
-            return self._choose_together(running)
-        chosen = [0] * len(running)
-        for replica in range(self._replicas):
-            inside = [
-                i for i, one in enumerate(running) if one.index // self._num_sequences == replica
-            ]
-            windows = self._choose_together([running[i] for i in inside])
-            for i, window in zip(inside, windows, strict=True):
-                chosen[i] = window
-        return chosen
-
-    def observe(
-        self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
-    ) -> None:
-        """Learns from what a burst has committed, and how long it took."""
-        super().observe(running, burst, report, seconds)
-        here = [one for one in running if one.index >= 0 and burst.capacity[one.index] > 0]
-        if not here or not report.num_run:
-            return
-        if report.num_run > SHORT:
-            self._burst += (report.num_run - self._burst) / 8
-        self._account(here, burst, report)
-        windows = burst.windows
-        if report.windowless:
-            if self._unchecked:
-                self._unchecked, self._check = 0.0, max(0.8 * self._check, CHECKS)
-            for kind in self._kinds.values():
-                kind.keep(STALE if kind.forwards > ENOUGH / STALE else 1.0)
-        else:
-            self._wait.clear()
-            self._learn(here, burst, report)
-        for one in here:
-            if one.evidence is not None:
-                one.evidence.window = int(windows[one.index])
-
-    # --- choosing ---------------------------------------------------------------------------
-
     def is_free(self, request: Request) -> bool:
         if request.window is not None or not self.widest(request):
             return False
         return self._paper is None or request.params.mode != "paper"
 
+    def choose(self, running: Sequence[SequenceState]) -> list[int]:
+        self.most_forwards = None
+        windows = [0 if self.is_free(one.request) else self.widest(one.request) for one in running]
+        for replica in range(self._replicas):
+            places = [
+                i for i, one in enumerate(running) if one.index // self._num_sequences == replica
+            ]
+            free = [i for i in places if self.is_free(running[i].request)]
+            if free:
+                fixed = [windows[i] for i in places if i not in free]
+                chosen = self._of_free([running[i] for i in free], fixed)
+                for i, window in zip(free, chosen, strict=True):
+                    windows[i] = window
+        return windows
+
+    def observe(
+        self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
+    ) -> None:
+        super().observe(running, burst, report, seconds)
+        free = [
+            one
+            for one in running
+            if one.index >= 0 and burst.capacity[one.index] > 0 and self.is_free(one.request)
+        ]
+        if not (free and report.num_run):
+            return
+        used = [one for one in free if burst.windows[one.index]]
+        if bool(used) != self._used:
+            self._used, self._since = bool(used), 0.0
+            self._next.clear()
+        if self.costs is not None and report.sizes:
+            # By the table, at one level, since the time of a single burst is noisy.
+            each = self.costs.of_sizes(report.sizes, windowless=report.windowless)
+            self._burst = float(each @ report.by_size) / self.costs.level
+            self._since += self._burst
+        if used:
+            self._learn(used, burst, report)
+        for one in free:
+            self._evidence(one).window = int(burst.windows[one.index])
+
+    # --- choosing ---------------------------------------------------------------------------
+
     def _evidence(self, sequence: SequenceState) -> _Evidence:
         if sequence.evidence is None:
             params = sequence.request.params
             key = (params.mode, params.temperature > 0)
-            kind = self._kinds.setdefault(key, _Kind(self._hope))
-            sequence.evidence = _Evidence(kind)
+            kind = self._kinds.setdefault(key, _Commits(PRIOR * self._hope, PRIOR))
+            sequence.evidence = _Evidence(_Commits(), kind)
         return sequence.evidence  # type: ignore[no-any-return]
 
     def _expected(self, sequences: Sequence[SequenceState]) -> Floats:
@@ -287,22 +287,10 @@ class AutoWindows(FixedWindows):
         means = [self._evidence(one).mean for one in sequences]
         return np.array([np.interp(means, self._curves[-1], curve) for curve in self._curves]).T
 
-    def _choose_together(self, running: Sequence[SequenceState]) -> list[int]:
-        """Chooses the windows of the sequences of one replica."""
-        chosen = [0 if self.is_free(one.request) else -1 for one in running]
-        free = [one for one, window in zip(running, chosen, strict=True) if not window]
-        fixed = [
-            self.widest(one.request) for one, window in zip(running, chosen, strict=True) if window
-        ]
-        widths = iter(self._of_free(free, fixed) if free else ())
-        others = iter(fixed)
-        return [next(others if window else widths) for window in chosen]
-
     def _of_free(self, free: list[SequenceState], fixed: list[int]) -> list[int]:
         """Chooses the windows of ``free`` sequences, given the ``fixed`` windows of others."""
         costs, widths, n = self.costs, self._widths, len(free)
-        key = (n, len(fixed))
-        if not any(fixed) and self._total < self._wait.get(key, 0.0):
+        if not (any(fixed) or self._used) and self._since < self._next.get(n, 0.0):
             return [0] * n
         assert costs is not None, "the costs of forwards must be known first"
         committed = self._expected(free)
@@ -310,12 +298,12 @@ class AutoWindows(FixedWindows):
         computed = widths + 1 + more
         left = np.array([one.request.params.max_tokens - one.num_output for one in free])
         np.minimum(committed, left[:, None], out=committed)
-        # Candidates: the same width for all, 0 first; for each price the best width of each
-        # sequence; and a trial by a few sequences.
+        # Candidates: no windows; the same width for all; for each price the best width of each
+        # sequence; and a trial by a few sequences, the least known.
         alike = np.repeat(np.arange(len(widths))[:, None], n, axis=1)
         priced = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
         few = np.zeros((1, n), np.int64)
-        unknown = np.argsort([one.evidence.forwards for one in free], kind="stable")
+        unknown = np.argsort([one.evidence.own.forwards for one in free], kind="stable")
         few[0, unknown[: round(n**0.5 / 2 + 0.5)]] = max(len(widths) - 3, 1)
         picks = np.concatenate([alike, priced, few])
         every = np.arange(n)
@@ -327,69 +315,26 @@ class AutoWindows(FixedWindows):
             seconds[0] = costs.seconds(float(n + len(fixed)), windowless=True)
         rates = (committed[every, picks].sum(axis=1) + len(fixed)) / seconds
         rates[1:][~picks[1:].any(axis=1)] = 0
-        known = all(one.evidence.kind.forwards >= ENOUGH for one in free)
         best = 1 + int(rates[1:-1].argmax())
-        gain, short = rates[best] / rates[0], min(self._burst, SHORT)
-        took = short * seconds[best] / costs.level
-        if not known:
-            best = best if seconds[best] < HARMLESS * seconds[0] else len(rates) - 1
-        elif gain > GAIN:
-            due = self._unchecked * self._check >= (gain - 1) * took
-            if due and gain < CERTAIN:
-                best, self.most_forwards = 0, SHORT
+        trial = best if seconds[best] < HARMLESS * seconds[0] else len(rates) - 1
+        if any(one.evidence.kind.forwards < ENOUGH for one in free):
+            best, self.most_forwards = trial, SHORT
         else:
-            # A trial by all is worthwhile if windows might pay when the table is wrong; the loss is
-            # then estimated as if the table were wrong in the other direction.
-            worst = gain / DOUBT
-            if gain * DOUBT < 1:
-                best = len(rates) - 1
-                worst = rates[best] / rates[0]
-            loss = max(1 - worst, 0) * short * seconds[best] / costs.level
-            if self._lost + loss > TRIALS * self._total or self._tried + took > TRIED * self._total:
-                best, self._wait[key] = 0, self._total + min(loss / TRIALS, WAIT * took)
-            else:
-                self._tried += took
-                self.most_forwards = SHORT
+            pays = bool(rates[best] > GAIN * rates[0])
+            best, other = (best, 0) if pays else (0, trial)
+            took = SHORT * seconds[other] / costs.level
+            due = took * min(GROWTH ** self._looks[pays], 1 / SHARE)
+            if self._used == pays and self._since >= due:
+                best, self.most_forwards = other, SHORT
+                self._looks[pays] += 1
+            elif not pays:
+                self._next[n] = min(due, self._since + PATIENCE * self._burst)
         return widths[picks[best]].tolist()  # type: ignore[no-any-return]
 
     # --- learning ---------------------------------------------------------------------------
 
-    def _account(self, here: list[SequenceState], burst: Burst, report: Report) -> None:
-        """Adds a burst to the account of the time taken, and of the time lost by windows. Both are
-        computed from the table, at one level, since the time of a single burst is noisy."""
-        costs = self.costs
-        if costs is None or not report.sizes:
-            return
-        took = costs.of_sizes(report.sizes, windowless=report.windowless) @ report.by_size
-        took = float(took) / costs.level
-        self._lost, self._tried = self._lost * FADING, self._tried * FADING
-        self._total = self._total * FADING + took
-        if report.windowless:
-            return
-        self._unchecked += took
-        done = [
-            (
-                report.num_output[one.index] - one.num_output,
-                report.num_forwards[one.index] - one.num_forwards,
-                report.num_computed[one.index] - one.num_computed,
-            )
-            for one in here
-        ]
-        tokens, forwards, computed = np.sum(done, axis=0) / self._replicas
-        free = all(one.evidence is not None for one in here)
-        # The first trial of a kind has no limit, and does not count as a loss.
-        if forwards > 0 and free and all(one.evidence.kind.forwards >= ENOUGH for one in here):
-            active = forwards / report.num_run
-            plain = tokens / active * costs.seconds(active, windowless=True)
-            largest = costs.sizes[-1]
-            plain += max(computed - tokens, 0) * costs.seconds(float(largest)) / largest
-            self._lost = max(self._lost + took - float(plain) / costs.level, 0.0)
-
-    def _learn(self, here: list[SequenceState], burst: Burst, report: Report) -> None:
+    def _learn(self, some: list[SequenceState], burst: Burst, report: Report) -> None:
         """Learns how many tokens windows have committed."""
-        some = [one for one in here if burst.windows[one.index] and self.is_free(one.request)]
-        if not some:
-            return
         at = np.array([one.index for one in some])
         windows = burst.windows[at]
         columns = self._widths.searchsorted(windows)
@@ -404,24 +349,13 @@ class AutoWindows(FixedWindows):
         # Windows that opened in the middle of a text had no drafts yet.
         opened = [not self._evidence(one).window and one.num_forwards > 0 for one in some]
         choices = [one.request.params.mode == "verified" for one in some]
-        forwards = forwards - opened
+        forwards = np.maximum(forwards - opened, 0)
         more = np.maximum(tokens - np.multiply(opened, choices) - forwards, 0)
         # Converts what these windows have committed to the widest window.
         narrow = self._expected(some)[np.arange(len(some)), columns] - 1
-        narrow = (more + PRIOR * narrow) / (np.maximum(forwards, 0) + PRIOR)
-        wide = np.empty(len(some))
-        for column in set(columns.tolist()):
-            inside = columns == column
-            wide[inside] = np.interp(narrow[inside] + 1, self._curves[column], self._curves[-1])
-        more = more * (wide - 1) / np.maximum(narrow, 1e-3)
-        keeps = np.exp(-np.maximum(forwards, 0) / OWN_MEMORY)
-        found = zip(some, more.tolist(), forwards.tolist(), keeps.tolist(), strict=True)
-        for one, m, f, kept in found:
-            if f > 0:
-                evidence, share = one.evidence, min(1.0, MOST_AT_ONCE / f)
-                evidence.tokens = evidence.tokens * kept + m + f
-                evidence.forwards = evidence.forwards * kept + f
-                evidence.kind.tokens += (m + f) * share
-                evidence.kind.forwards += f * share
-        for kind in self._kinds.values():
-            kind.keep(MEMORY / max(kind.forwards, MEMORY))
+        narrow = (more + PRIOR * narrow) / (forwards + PRIOR)
+        for i, one in enumerate(some):
+            wide = np.interp(narrow[i] + 1, self._curves[columns[i]], self._curves[-1])
+            committed = forwards[i] + more[i] * (wide - 1) / max(narrow[i], 1e-3)
+            one.evidence.own.add(committed, forwards[i], OWN_MEMORY)
+            one.evidence.kind.add(committed, forwards[i], MEMORY)
