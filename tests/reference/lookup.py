@@ -31,10 +31,17 @@ def evidence(copies, match, committed, farthest):
     return said
 
 
-def best_drafts(gains, tokens, committed, seconds):
-    """The most tokens a second of all ways to choose drafts."""
+def speed(commits, others_wait):
+    """What counts of the tokens that each sequence commits: their sum, or their harmonic mean."""
+    return sum(commits) if others_wait else 1 / sum(1 / one for one in commits)
+
+
+def best_drafts(gains, tokens, committed, seconds, others_wait):
+    """The most that counts per second, of all ways to choose drafts."""
     rates = []
     for counts in itertools.product(*(range(len(own) + 1) for own in gains)):
-        more = sum(sum(own[:count]) for own, count in zip(gains, counts, strict=True))
-        rates.append((committed + more) / seconds(tokens + sum(counts)))
+        commits = [
+            one + sum(own[:count]) for one, own, count in zip(committed, gains, counts, strict=True)
+        ]
+        rates.append(speed(commits, others_wait) / seconds(tokens + sum(counts)))
     return max(rates)

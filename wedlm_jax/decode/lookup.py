@@ -39,10 +39,8 @@ MEMORY = 40.0
 """The number of observations, per sequence and length, after which older ones have mostly faded."""
 MASKS_RATE = 0.1
 """The rate at which the running mean of masks' drafts is updated."""
-GAIN, UNSHARED = 1.1, 0.2
-"""The factor by which drafts must promise more tokens per second, since promises are uncertain; and
-what is added to it, in a large batch, while nobody waits. The place of a sequence that ends early
-then stays empty, and a batch whose last sequence had no drafts has gained nothing."""
+GAIN = 1.1
+"""The factor by which drafts must promise more tokens per second, since promises are uncertain."""
 
 
 @jax.tree_util.register_dataclass
@@ -198,43 +196,42 @@ def gains(lookup: Lookup, room: Array) -> Array:
     return jnp.where(inside, jnp.maximum(falling, 0.0), 0.0)
 
 
-def least_gain(running: Array, others_wait: Array) -> Array:
-    """Returns the factor by which drafts must promise more tokens per second, float32.
-
-    Args:
-      running: int32, sequences that are running.
-      others_wait: bool, whether others take the places of those that finish.
-    """
-    alone = GAIN + UNSHARED * (1 - 1 / jnp.maximum(running, 1))
-    return jnp.where(others_wait, GAIN, alone)
-
-
 def paying_drafts(
-    gains: Array, tokens: Array, committed: Array, costs: ForwardCosts, least: Array
+    gains: Array, tokens: Array, committed: Array, costs: ForwardCosts, others_wait: Array
 ) -> Array:
-    """Returns how many drafts each sequence takes for a forward to commit the most tokens per
-    second, int32 ``[N]``.
+    """Returns how many drafts each sequence takes to decode the fastest, int32 ``[N]``.
 
-    The most promising drafts of all sequences come first. The first m of them add the sum of their
-    gains to the tokens committed, and m tokens to the forward. Its cost rises in steps: often
-    several drafts are free, and one more would be expensive.
+    If others wait for the places of those that finish, that is the most tokens per second. If
+    nobody waits, the place of a sequence that ends early stays empty, and a batch ends no sooner
+    than its slowest sequence: many drafts of a few sequences are worth less than a few of each. So
+    the harmonic mean of the sequences' tokens counts instead of the sum.
+
+    The most valuable drafts of all sequences come first; with m of them a forward has m more
+    tokens. Its cost rises in steps: often several drafts are free, and one more would be expensive.
 
     Args:
       gains: float32 ``[N, L]``, from `gains`; 0 where there is no draft.
       tokens: int32, tokens of the forward without drafts.
-      committed: float32, tokens that it commits on average.
+      committed: float32 ``[N]``, tokens that it commits on average; 0 for no sequence.
       costs: costs of forwards.
-      least: from `least_gain`.
+      others_wait: bool.
     """
-    flat = gains.reshape(-1)
-    # The sort is stable, so among equal gains a sequence's earlier drafts come first.
-    order = jnp.argsort(-flat, stable=True)
-    more = jnp.pad(jnp.cumsum(flat[order]), (1, 0))
-    rate = (committed + more) / costs.seconds(tokens + jnp.arange(flat.shape[0] + 1))
+    after = committed[:, None] + jnp.cumsum(gains, axis=1)
+    before = after - gains
+    running = committed > 0
+    # The forwards that a sequence takes per token, and by how much each draft shortens them.
+    forwards = jnp.where(running, 1 / committed, 0).sum()
+    saved = jnp.where(running[:, None], gains / jnp.maximum(before * after, 1e-6), 0)
+    values = jnp.where(others_wait, gains, saved).reshape(-1)
+    # The sort is stable, so among equal values a sequence's earlier drafts come first.
+    order = jnp.argsort(-values, stable=True)
+    sums = jnp.pad(jnp.cumsum(values[order]), (1, 0))
+    pace = jnp.where(others_wait, committed.sum() + sums, 1 / jnp.maximum(forwards - sums, 1e-6))
+    rate = pace / costs.seconds(tokens + jnp.arange(len(pace)))
     best = jnp.argmax(rate)
-    best = jnp.where(rate[best] > least * rate[0], best, 0)
-    taken = jnp.zeros(flat.shape, bool).at[order].set(jnp.arange(flat.shape[0]) < best)
-    return (taken & (flat > 0)).reshape(gains.shape).sum(axis=1, dtype=jnp.int32)
+    best = jnp.where(rate[best] > GAIN * rate[0], best, 0)
+    taken = jnp.zeros(values.shape, bool).at[order].set(jnp.arange(len(values)) < best)
+    return (taken & (values > 0)).reshape(gains.shape).sum(axis=1, dtype=jnp.int32)
 
 
 class ForwardCosts(NamedTuple):

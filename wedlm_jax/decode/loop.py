@@ -236,12 +236,11 @@ def with_copies(
     # What the forward commits without these copies: each sequence's choice, and its drafts, which
     # are mostly right, or the drafts that its masks make for the next forward.
     committed = 1 + jnp.maximum(drafted + unpriced, known.masks)
-    committed = jnp.where(state.running, committed, 0.0).sum()
+    committed = jnp.where(state.running, committed, 0.0)
     costs = lookup.ForwardCosts(program.sizes.tokens, allowance.seconds[0])
     # A burst ends early, when some of its sequences have finished, only if others wait.
-    running = state.running.sum()
-    least = lookup.least_gain(running, allowance.until_finished[0] < running)
-    count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs, least)
+    others_wait = allowance.until_finished[0] < state.running.sum()
+    count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs, others_wait)
 
     slot = jnp.arange(state.tokens.shape[1])
     fills = (slot >= 1) & (slot <= count[:, None])

@@ -125,6 +125,10 @@ def interpolated(
             cost = (end - begin) / (forwards - short)
             overheads.append(begin - short * cost)
         costs[windowless][size] = cost
+    for one in costs.values():
+        # A forward of fewer tokens takes no longer: where it seemed to, other work delayed it.
+        for larger, smaller in itertools.pairwise(sorted(one, reverse=True)):
+            one[smaller] = min(one[smaller], one[larger])
 
     def at(known: dict[int, float], usual: np.ndarray) -> np.ndarray:
         """Interpolates ratios to the ``usual`` costs, on logarithmic scales."""
