@@ -31,17 +31,13 @@ def evidence(copies, match, committed, farthest):
     return said
 
 
-def speed(commits, others_wait):
-    """What counts of the tokens that each sequence commits: their sum, or their harmonic mean."""
-    return sum(commits) if others_wait else 1 / sum(1 / one for one in commits)
-
-
-def best_drafts(gains, tokens, committed, seconds, others_wait):
-    """The most that counts per second, of all ways to choose drafts."""
+def best_drafts(gains, tokens, committed, seconds, value):
+    """The most tokens per second of all ways to choose drafts; a sequence's count by its value."""
     rates = []
     for counts in itertools.product(*(range(len(own) + 1) for own in gains)):
-        commits = [
-            one + sum(own[:count]) for one, own, count in zip(committed, gains, counts, strict=True)
-        ]
-        rates.append(speed(commits, others_wait) / seconds(tokens + sum(counts)))
+        worth = sum(
+            each * (one + sum(own[:count]))
+            for each, one, own, count in zip(value, committed, gains, counts, strict=True)
+        )
+        rates.append(worth / seconds(tokens + sum(counts)))
     return max(rates)

@@ -39,8 +39,10 @@ MEMORY = 40.0
 """The number of observations, per sequence and length, after which older ones have mostly faded."""
 MASKS_RATE = 0.1
 """The rate at which the running mean of masks' drafts is updated."""
-GAIN = 1.1
-"""The factor by which drafts must promise more tokens per second, since promises are uncertain."""
+GAIN, GAIN_ALONE = 1.1, 1.2
+"""The factor by which drafts must promise more tokens per second, since promises are uncertain:
+while others wait for places, and while nobody does. A batch then ends with its slowest sequence,
+and may have gained nothing if that one had no drafts."""
 
 
 @jax.tree_util.register_dataclass
@@ -196,42 +198,54 @@ def gains(lookup: Lookup, room: Array) -> Array:
     return jnp.where(inside, jnp.maximum(falling, 0.0), 0.0)
 
 
+def worth(output: Array, forwards: Array, others_wait: Array) -> Array:
+    """Returns what a token of each sequence is worth, float32 ``[N]``.
+
+    If others wait for the places of those that finish, all tokens are worth the same. If nobody
+    waits, a batch ends with its slowest sequence, and a sequence that is ahead gains nothing by
+    getting further ahead. The forwards that all need for a token each, Σ 1 / Eᵢ where sequence i
+    commits Eᵢ per forward, fall by 1 / Eᵢ² for each further token.
+
+    Args:
+      output, forwards: int32 ``[N]``, tokens and forwards so far.
+      others_wait: bool.
+    """
+    rate = (output + PRIOR_WEIGHT) / (forwards + PRIOR_WEIGHT)
+    return jnp.where(others_wait, 1.0, 1 / rate**2)
+
+
 def paying_drafts(
-    gains: Array, tokens: Array, committed: Array, costs: ForwardCosts, others_wait: Array
+    gains: Array,
+    tokens: Array,
+    committed: Array,
+    costs: ForwardCosts,
+    value: Array | float = 1.0,
+    least: Array | float = GAIN,
 ) -> Array:
-    """Returns how many drafts each sequence takes to decode the fastest, int32 ``[N]``.
+    """Returns how many drafts each sequence takes for a forward to commit the most tokens per
+    second, int32 ``[N]``.
 
-    If others wait for the places of those that finish, that is the most tokens per second. If
-    nobody waits, the place of a sequence that ends early stays empty, and a batch ends no sooner
-    than its slowest sequence: many drafts of a few sequences are worth less than a few of each. So
-    the harmonic mean of the sequences' tokens counts instead of the sum.
-
-    The most valuable drafts of all sequences come first; with m of them a forward has m more
-    tokens. Its cost rises in steps: often several drafts are free, and one more would be expensive.
+    The most promising drafts of all sequences come first. The first m of them add the sum of their
+    gains to the tokens committed, and m tokens to the forward. Its cost rises in steps: often
+    several drafts are free, and one more would be expensive.
 
     Args:
       gains: float32 ``[N, L]``, from `gains`; 0 where there is no draft.
       tokens: int32, tokens of the forward without drafts.
       committed: float32 ``[N]``, tokens that it commits on average; 0 for no sequence.
       costs: costs of forwards.
-      others_wait: bool.
+      value: float32 ``[N]``, from `worth`: tokens count by it.
+      least: the factor by which that must be more than without drafts.
     """
-    after = committed[:, None] + jnp.cumsum(gains, axis=1)
-    before = after - gains
-    running = committed > 0
-    # The forwards that a sequence takes per token, and by how much each draft shortens them.
-    forwards = jnp.where(running, 1 / committed, 0).sum()
-    saved = jnp.where(running[:, None], gains / jnp.maximum(before * after, 1e-6), 0)
-    values = jnp.where(others_wait, gains, saved).reshape(-1)
-    # The sort is stable, so among equal values a sequence's earlier drafts come first.
-    order = jnp.argsort(-values, stable=True)
-    sums = jnp.pad(jnp.cumsum(values[order]), (1, 0))
-    pace = jnp.where(others_wait, committed.sum() + sums, 1 / jnp.maximum(forwards - sums, 1e-6))
-    rate = pace / costs.seconds(tokens + jnp.arange(len(pace)))
+    flat = (gains * jnp.broadcast_to(value, committed.shape)[:, None]).reshape(-1)
+    # The sort is stable, so among equal gains a sequence's earlier drafts come first.
+    order = jnp.argsort(-flat, stable=True)
+    more = jnp.pad(jnp.cumsum(flat[order]), (1, 0))
+    rate = ((committed * value).sum() + more) / costs.seconds(tokens + jnp.arange(len(more)))
     best = jnp.argmax(rate)
-    best = jnp.where(rate[best] > GAIN * rate[0], best, 0)
-    taken = jnp.zeros(values.shape, bool).at[order].set(jnp.arange(len(values)) < best)
-    return (taken & (values > 0)).reshape(gains.shape).sum(axis=1, dtype=jnp.int32)
+    best = jnp.where(rate[best] > least * rate[0], best, 0)
+    taken = jnp.zeros(flat.shape, bool).at[order].set(jnp.arange(len(flat)) < best)
+    return (taken & (flat > 0)).reshape(gains.shape).sum(axis=1, dtype=jnp.int32)
 
 
 class ForwardCosts(NamedTuple):

@@ -240,7 +240,9 @@ def with_copies(
     costs = lookup.ForwardCosts(program.sizes.tokens, allowance.seconds[0])
     # A burst ends early, when some of its sequences have finished, only if others wait.
     others_wait = allowance.until_finished[0] < state.running.sum()
-    count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs, others_wait)
+    value = lookup.worth(state.num_output, state.num_forwards, others_wait)
+    least = jnp.where(others_wait, lookup.GAIN, lookup.GAIN_ALONE)
+    count = unpriced + lookup.paying_drafts(gains, tokens, committed, costs, value, least)
 
     slot = jnp.arange(state.tokens.shape[1])
     fills = (slot >= 1) & (slot <= count[:, None])

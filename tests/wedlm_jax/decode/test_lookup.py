@@ -22,6 +22,7 @@ from wedlm_jax.decode.lookup import (
     no_lookup,
     paying_drafts,
     survival,
+    worth,
 )
 
 MOST, LONGEST_TEXT = 6, 40
@@ -117,12 +118,13 @@ def situations(draw):
         "tokens": draw(st.integers(count, 8)),
         "committed": draw(st.lists(st.floats(1.0, 4.0), min_size=count, max_size=count)),
         "of_size": rising.tolist(),
+        "value": draw(st.lists(st.floats(0.1, 1.0), min_size=count, max_size=count)),
     }
 
 
 pay = jax.jit(
-    lambda gains, tokens, committed, of_size, others_wait: paying_drafts(
-        gains, tokens, committed, ForwardCosts(SIZES, of_size), others_wait
+    lambda gains, tokens, committed, of_size, value: paying_drafts(
+        gains, tokens, committed, ForwardCosts(SIZES, of_size), value
     )
 )
 
@@ -134,43 +136,40 @@ def seconds_of(of_size, tokens):
     )
 
 
-@given(at=situations(), others_wait=st.booleans())
-def test_no_other_choice_of_drafts_decodes_faster(at, others_wait):
+@given(at=situations())
+def test_no_other_choice_of_drafts_decodes_faster(at):
     gains, of_size = at["gains"], at["of_size"]
-    tokens, committed = at["tokens"], at["committed"]
+    tokens, committed, value = at["tokens"], at["committed"], at["value"]
     counts = pay(
         jnp.array(gains, jnp.float32),
         tokens,
         jnp.array(committed, jnp.float32),
         jnp.array(of_size, jnp.float32),
-        others_wait,
+        jnp.array(value, jnp.float32),
     ).tolist()
     assert all(own[count - 1] for own, count in zip(gains, counts, strict=True) if count)
 
     def rate(counts):
         more = [sum(own[:count]) for own, count in zip(gains, counts, strict=True)]
-        commits = np.add(committed, more)
-        return reference.speed(commits, others_wait) / seconds_of(of_size, tokens + sum(counts))
+        return np.add(committed, more) @ value / seconds_of(of_size, tokens + sum(counts))
 
-    best = reference.best_drafts(
-        gains, tokens, committed, lambda t: seconds_of(of_size, t), others_wait
-    )
+    best = reference.best_drafts(gains, tokens, committed, lambda t: seconds_of(of_size, t), value)
     none = rate([0] * len(gains))
     assert rate(counts) >= 0.999 * best or (sum(counts) == 0 and best <= 1.001 * GAIN * none)
 
 
-def test_drafts_of_one_sequence_that_pay_a_queue_need_not_pay_a_batch_that_nobody_follows():
-    """Four sequences, one with five drafts of 0.5 tokens: 6.5 tokens instead of 4 in forwards that
-    take 1.3 times as long. Or all with one draft of 0.6: there it is the same."""
+def test_a_sequence_that_is_ahead_takes_drafts_only_while_others_wait_for_its_place():
+    """Four sequences, of which one has five drafts of 0.5 tokens, in forwards that take 1.3 times
+    as long with them."""
     costs = ForwardCosts((4, 16), jnp.array([1.0, 1.3]))
-    one = jnp.zeros((4, MOST)).at[0, :5].set(0.5)
-    all_alike = jnp.zeros((4, MOST)).at[:, 0].set(0.6)
+    gained = jnp.zeros((4, MOST)).at[0, :5].set(0.5)
+    forwards = jnp.full(4, 40)
 
-    def taken(gained, others_wait):
-        return int(paying_drafts(gained, 4, jnp.ones(4), costs, jnp.array(others_wait)).sum())
+    def taken(output, others_wait):
+        value = worth(jnp.array([output, 40, 40, 40]), forwards, jnp.array(others_wait))
+        return int(paying_drafts(gained, 4, jnp.ones(4), costs, value).sum())
 
-    assert [taken(one, True), taken(one, False)] == [5, 0]
-    assert [taken(all_alike, True), taken(all_alike, False)] == [4, 4]
+    assert [taken(40, False), taken(120, False), taken(120, True)] == [5, 0, 5]
 
 
 @given(
