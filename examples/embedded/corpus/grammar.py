@@ -9,162 +9,56 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from examples.embedded.corpus.words import listed
+
 GRAMMAR: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "adj": (
-            "old",
-            "young",
-            "small",
-            "quiet",
-            "clever",
-            "gentle",
-            "brave",
-            "tired",
-            "curious",
-            "lonely",
-            "happy",
-            "hungry",
-            "proud",
-            "patient",
-            "shy",
-            "strange",
-            "kind",
-            "careful",
-        ),
-        "scene": (
-            "dark",
-            "bright",
-            "cold",
-            "narrow",
-            "wide",
-            "silent",
-            "green",
-            "misty",
-            "lovely",
-            "distant",
-            "ancient",
-            "empty",
-            "peaceful",
-            "wild",
-            "sunny",
-            "deep",
-            "forgotten",
-        ),
-        "adv": (
-            "slowly",
-            "quickly",
-            "softly",
-            "gladly",
-            "carefully",
-            "suddenly",
-            "calmly",
-            "bravely",
-            "happily",
-            "sadly",
-            "silently",
-            "politely",
-        ),
-        "when": (
-            "one morning",
-            "one evening",
-            "at dawn",
-            "late at night",
-            "in early spring",
-            "on a cold winter day",
-            "after the rain",
-            "before sunrise",
-            "in the middle of summer",
-            "on the last day of autumn",
-            "one windy afternoon",
-            "long ago",
-        ),
-        "later": (
-            "after a while",
-            "soon",
-            "at last",
-            "in the end",
-            "before long",
-            "an hour later",
-            "the next day",
-            "that night",
-            "when the sun went down",
-            "as the wind grew",
-        ),
-        "weather": (
-            "the rain fell",
-            "snow covered the ground",
-            "a soft wind blew",
-            "the sun was warm",
-            "clouds hid the moon",
-            "fog came in from the sea",
-            "the stars were out",
-            "thunder rolled far away",
-            "the air smelled of pine",
-            "leaves drifted down",
-        ),
-        "found": (
-            "a silver key",
-            "a broken lantern",
-            "a letter with no name",
-            "a trail of feathers",
-            "an open door",
-            "a small boat",
-            "a ring of blue stones",
-            "a map drawn by hand",
-            "a basket of warm bread",
-            "a bell that made no sound",
-            "a book full of songs",
-            "a single red glove",
-            "a nest of straw",
-            "an old wooden box",
-        ),
-        "friend": (
-            "a {adj} owl",
-            "a {adj} traveller",
-            "an old fisherman",
-            "a {adj} child",
-            "a {adj} mouse",
-            "the miller's daughter",
-            "a {adj} hen",
-            "two {adj} brothers",
-            "a merchant from the south",
-            "a {adj} shepherd",
-        ),
-        "want": (
-            "see the sea",
-            "learn to sing",
-            "find a new home",
-            "make a friend",
-            "cross to the other side",
-            "sleep without dreams",
-            "hear the old stories",
-            "follow the music",
-            "taste the first honey",
-            "know what the stars were for",
-            "build something that lasts",
-        ),
-        "moved": (
-            "walked",
-            "wandered",
-            "ran",
-            "crept",
-            "hurried",
-            "came",
-            "travelled",
-            "strolled",
-        ),
-        "felt": (
-            "felt {adj}",
-            "was afraid",
-            "could not stop smiling",
-            "began to wonder",
-            "was full of hope",
-            "remembered home",
-            "wanted to stay",
-            "forgot the time",
-            "felt a little better",
-            "knew what to do",
-        ),
+        "adj": listed("""
+old young small quiet clever gentle brave tired curious lonely happy hungry proud patient shy
+strange kind careful
+"""),
+        "scene": listed("""
+dark bright cold narrow wide silent green misty lovely distant ancient empty peaceful wild sunny
+deep forgotten
+"""),
+        "adv": listed("""
+slowly quickly softly gladly carefully suddenly calmly bravely happily sadly silently politely
+"""),
+        "when": listed("""
+one morning; one evening; at dawn; late at night; in early spring; on a cold winter day;
+after the rain; before sunrise; in the middle of summer; on the last day of autumn;
+one windy afternoon; long ago
+"""),
+        "later": listed("""
+after a while; soon; at last; in the end; before long; an hour later; the next day; that night;
+when the sun went down; as the wind grew
+"""),
+        "weather": listed("""
+the rain fell; snow covered the ground; a soft wind blew; the sun was warm; clouds hid the moon;
+fog came in from the sea; the stars were out; thunder rolled far away; the air smelled of pine;
+leaves drifted down
+"""),
+        "found": listed("""
+a silver key; a broken lantern; a letter with no name; a trail of feathers; an open door;
+a small boat; a ring of blue stones; a map drawn by hand; a basket of warm bread;
+a bell that made no sound; a book full of songs; a single red glove; a nest of straw;
+an old wooden box
+"""),
+        "friend": listed("""
+a {adj} owl; a {adj} traveller; an old fisherman; a {adj} child; a {adj} mouse;
+the miller's daughter; a {adj} hen; two {adj} brothers; a merchant from the south;
+a {adj} shepherd
+"""),
+        "want": listed("""
+see the sea; learn to sing; find a new home; make a friend; cross to the other side;
+sleep without dreams; hear the old stories; follow the music; taste the first honey;
+know what the stars were for; build something that lasts
+"""),
+        "moved": listed("walked wandered ran crept hurried came travelled strolled"),
+        "felt": listed("""
+felt {adj}; was afraid; could not stop smiling; began to wonder; was full of hope;
+remembered home; wanted to stay; forgot the time; felt a little better; knew what to do
+"""),
         "clause": (
             "",
             "",
@@ -176,18 +70,11 @@ GRAMMAR: Mapping[str, tuple[str, ...]] = MappingProxyType(
             ", thinking of home",
             " all alone",
         ),
-        "advice": (
-            "Be patient",
-            "Follow the light",
-            "Do not look back",
-            "Share what you have",
-            "Listen before you speak",
-            "Take the longer road",
-            "Trust your own feet",
-            "Come back before dark",
-            "Nothing good is lost",
-            "Every door has a key",
-        ),
+        "advice": listed("""
+Be patient; Follow the light; Do not look back; Share what you have; Listen before you speak;
+Take the longer road; Trust your own feet; Come back before dark; Nothing good is lost;
+Every door has a key
+"""),
         "story_open": (
             "{when}, a {adj} {a} {moved} to the {scene} {b}{clause}.",
             "there was once a {adj} {a} who lived near a {scene} {b}.",
@@ -252,13 +139,10 @@ GRAMMAR: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "the people here are {adj} and {adj}.",
             'they always say: "{advice}."',
         ),
-        "letter_close": (
-            "please come to the {b} soon.",
-            "write to me when you can{clause}.",
-            "I think of you {when} and {felt}.",
-            "bring {found} if you visit.",
-            "let us {want} together in {city}.",
-        ),
+        "letter_close": listed("""
+please come to the {b} soon.; write to me when you can{clause}.;
+I think of you {when} and {felt}.; bring {found} if you visit.; let us {want} together in {city}.
+"""),
         "weather_open": (
             "{when} {weather} over {city}.",
             "the day began {scene} and {scene} in {city}.",
@@ -273,38 +157,26 @@ GRAMMAR: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "a {adj} dog {moved} across the {scene} square.",
             "some people {felt}, others {moved} to the {b}.",
         ),
-        "weather_close": (
-            "tomorrow will be {scene}, they say.",
-            "{later} {weather}.",
-            "it was a good day to {want}.",
-            "at night the {b} was {scene} again.",
-        ),
-        "greet": ("Good morning", "Hello", "Good evening", "There you are", "Welcome back"),
-        "ask": (
-            "have you seen the {a} at the {b}?",
-            "shall we go to the {scene} {b}?",
-            "what did you find at the {b}?",
-            "why is the {a} so {adj} today?",
-            "do you want to {want} with me?",
-        ),
-        "reply": (
-            "I only saw {found} there.",
-            "no, {weather}, so I stayed at home.",
-            "yes, and I {felt}.",
-            "{friend} told me: {advice}.",
-            "perhaps the {a} wants to {want}.",
-            "I think it is {adj} and {adj}.",
-            "the {b} is too {scene} for me.",
-        ),
-        "turn": (
-            "then we must be {adj}.",
-            "let us go there {later}.",
-            "I did not know that.",
-            "that sounds {scene} to me.",
-            "maybe {friend} can help.",
-            "I would rather {want}.",
-            "look, {weather} again!",
-            "take {found} with you.",
-        ),
+        "weather_close": listed("""
+tomorrow will be {scene}, they say.; {later} {weather}.; it was a good day to {want}.;
+at night the {b} was {scene} again.
+"""),
+        "greet": listed("""
+Good morning; Hello; Good evening; There you are; Welcome back
+"""),
+        "ask": listed("""
+have you seen the {a} at the {b}?; shall we go to the {scene} {b}?; what did you find at the {b}?;
+why is the {a} so {adj} today?; do you want to {want} with me?
+"""),
+        "reply": listed("""
+I only saw {found} there.; no, {weather}, so I stayed at home.; yes, and I {felt}.;
+{friend} told me: {advice}.; perhaps the {a} wants to {want}.; I think it is {adj} and {adj}.;
+the {b} is too {scene} for me.
+"""),
+        "turn": listed("""
+then we must be {adj}.; let us go there {later}.; I did not know that.;
+that sounds {scene} to me.; maybe {friend} can help.; I would rather {want}.;
+look, {weather} again!; take {found} with you.
+"""),
     }
 )

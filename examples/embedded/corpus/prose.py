@@ -13,26 +13,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from examples.embedded.corpus.grammar import GRAMMAR
-from examples.embedded.corpus.words import ANIMALS, CITIES, NAMES, PLACES
-
-SEASONS = (
-    "January",
-    "February",
-    "March",
-    "April",
-    "May",
-    "June",
-    "July",
-    "August",
-    "September",
-    "October",
-    "November",
-    "December",
-    "spring",
-    "summer",
-    "autumn",
-    "winter",
-)
+from examples.embedded.corpus.words import ANIMALS, CITIES, NAMES, PLACES, SEASONS
 
 _SLOT = re.compile(r"\{(\w+)\}")
 _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiouAEIOU])")
