@@ -17,8 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from examples.embedded.corpus import REGIMES, generate
-from examples.embedded.corpus.records import as_question
+from examples.embedded.corpus import REGIMES, Sample, generate
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
@@ -52,7 +51,7 @@ def _questions() -> Iterator[dict[str, Any]]:
             QUESTIONS_SEED, DRAWS * QUESTIONS[regime], split="heldout", weights={regime: 1.0}
         )
         distinct = {sample.prompt: sample for sample in stream}
-        yield from map(as_question, islice(distinct.values(), QUESTIONS[regime]))
+        yield from map(Sample.as_question, islice(distinct.values(), QUESTIONS[regime]))
 
 
 def main(arguments: list[str]) -> int:

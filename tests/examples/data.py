@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from examples.embedded.corpus import generate
-from examples.embedded.corpus.records import as_conversation
 from train.data.job import TokeniseOptions, tokenise
 from train.data.samples import SampleOptions
 
@@ -100,7 +99,8 @@ def corpus_rows(tokenizer, row_length=ROW, block_size=BLOCK):
     folder = _corpus_folder() / f"{digest}-{row_length}-{block_size}"
     if not folder.exists():
         samples = generate(0, 40, split="train", weights={"reasoning": 1.0})
-        records = write_jsonl(folder.with_suffix(".jsonl"), list(map(as_conversation, samples)))
+        chats = [sample.as_conversation() for sample in samples]
+        records = write_jsonl(folder.with_suffix(".jsonl"), chats)
         sizes = {"tokenizer": str(tokenizer), "row_length": row_length, "block_size": block_size}
         tokenised([records], folder, **sizes)
     return folder

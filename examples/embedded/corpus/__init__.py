@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from examples.embedded.corpus import low_entropy, prose, reasoning
 
@@ -36,15 +35,33 @@ DEFAULT_WEIGHTS: Mapping[str, float] = MappingProxyType(
 HELDOUT_ONE_IN = 20
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A prompt with its answer; `expected` is the part of the answer that can be checked."""
+MATCH = {"low_entropy": "exact", "reasoning": "last_line", "prose": None}
+"""By regime, what of an answer is compared: prose has no right answers."""
+
+
+class Sample(NamedTuple):
+    """A prompt with its answer."""
 
     regime: str
     kind: str
     prompt: str
     answer: str
-    expected: str | None
+
+    def as_question(self) -> dict[str, Any]:
+        """Returns the record that asks for the answer in a chat, as
+        `wedlm_jax.records.questions` reads it."""
+        return {
+            "regime": self.regime,
+            "kind": self.kind,
+            "messages": [{"role": "user", "content": self.prompt}],
+            "answer": self.answer,
+            "match": MATCH[self.regime],
+        }
+
+    def as_conversation(self) -> dict[str, Any]:
+        """Returns the record that `wedlm tokenize` reads: a question and its answer."""
+        question = {"role": "user", "content": self.prompt}
+        return {"messages": [question, {"role": "assistant", "content": self.answer}]}
 
 
 def is_heldout(prompt: str) -> bool:
@@ -98,25 +115,4 @@ def _stream(rng: random.Random, count: int, heldout: bool, shares: list[float]) 
         if is_heldout(prompt) != heldout:
             continue
         made += 1
-        yield Sample(regime, kind, prompt, answer, _expected(regime, answer))
-
-
-def _expected(regime: str, answer: str) -> str | None:
-    if regime == "low_entropy":
-        return answer.strip()
-    if regime == "reasoning":
-        return reasoning.final_answer(answer)
-    return None
-
-
-def check(sample: Sample, text: str) -> bool | None:
-    """Returns whether a generated text is right; None for prose, which has no right answer.
-
-    Reasoning is judged by its final answer alone, low-entropy text as a whole, with white
-    space at both ends left out of account.
-    """
-    if sample.expected is None:
-        return None
-    if sample.regime == "reasoning":
-        return reasoning.final_answer(text) == sample.expected
-    return text.strip() == sample.expected
+        yield Sample(regime, kind, prompt, answer)

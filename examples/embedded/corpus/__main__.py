@@ -10,13 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-from examples.embedded.corpus import REGIMES, generate
-from examples.embedded.corpus.records import as_conversation, as_question
+from examples.embedded.corpus import REGIMES, Sample, generate
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
 
-FORMS = {"questions": as_question, "conversations": as_conversation}
+FORMS = {"questions": Sample.as_question, "conversations": Sample.as_conversation}
 
 
 def main(arguments: list[str]) -> int:

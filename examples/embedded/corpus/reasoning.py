@@ -11,7 +11,6 @@ both of its operands in sight in one of twelve cases only.
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -20,7 +19,6 @@ from examples.embedded.corpus.problems import PROBLEMS, Problem
 from examples.embedded.corpus.words import CONTAINERS, NAMES, THINGS
 
 MARKER = "Answer: "
-_FINAL = re.compile(rf"{MARKER}(-?\d+)[ \t.]*(?:\n|$)")
 
 Numbers = dict[str, int]
 
@@ -201,12 +199,6 @@ def draw(problem: Problem, rng: random.Random) -> tuple[str, str]:
     question = rng.choice(problem.questions).format_map(slots)
     steps = problem.solution.format_map(slots)
     return question, f"{steps}\n{MARKER}{numbers[problem.result]}"
-
-
-def final_answer(text: str) -> str | None:
-    """Finds the number after the first answer marker that ends a line; None if there is none."""
-    found = _FINAL.search(text)
-    return found.group(1) if found else None
 
 
 KINDS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = MappingProxyType(
