@@ -15,9 +15,7 @@ from train.recipe.config import TrainConfig
 from train.step import TrainState
 from wedlm_jax.aot.topology import CHIPS, local_bytes
 from wedlm_jax.attention.blockwise import DEFAULT_TILE
-from wedlm_jax.attention.stream_padding import padded
-from wedlm_jax.attention.tile_grid import TileGrid
-from wedlm_jax.attention.tiles import tile_side
+from wedlm_jax.attention.tiles import TileGrid, padded, tile_side
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.model.rematerialisation import KEPT
 

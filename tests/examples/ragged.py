@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wedlm_jax.attention.int8 import Int8Rows, to_int8
-from wedlm_jax.attention.pages import Spans
+from wedlm_jax.attention.pages import Int8Rows, Spans, to_int8
 from wedlm_jax.attention.ragged import attend_pages, token_places, write_pages
 from wedlm_jax.attention.ragged_xla import make_tiles
 

@@ -15,8 +15,7 @@ from wedlm_jax.aot.topology import CHIPS
 from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash
 from wedlm_jax.attention import attend as attend_eagerly
 from wedlm_jax.attention.blockwise import attend_blockwise
-from wedlm_jax.attention.tile_grid import TileGrid, tiles_that_meet
-from wedlm_jax.attention.tiles import TILES, UNKNOWN, grid_seconds, tile_side
+from wedlm_jax.attention.tiles import TILES, UNKNOWN, TileGrid, tile_side, tiles_that_meet
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask, DualStreamMask
 
@@ -412,6 +411,25 @@ def test_output_and_gradients_equal_those_of_dense(mask, implementation):
 )
 def test_the_side_is_the_recipes_or_the_chips(length, given, kind, side):
     assert tile_side(length, given, kind) == side
+
+
+STEP_SECONDS = 0.35e-6
+"""The overhead of one step of a kernel's grid, from the documentation of Pallas."""
+
+
+def grid_seconds(length, side, peak_flops, head_dim=128):
+    """An estimate of the time of the forward and backward pass of one head over a row of one sample
+    of L tokens.
+
+    Smaller tiles compute fewer invisible pairs; larger ones need fewer steps of the grid. The
+    forward pass takes as many steps for every query tile as for the fullest; the backward pass
+    takes all steps.
+    """
+    count = -(-length // side)
+    visited = count * (count + 1) + count
+    places = 2 * count * (count + 1) + (2 * count) ** 2
+    products = 2 * head_dim * side**2 * (2 + 5) * visited
+    return products / peak_flops + places * STEP_SECONDS
 
 
 @pytest.mark.parametrize(

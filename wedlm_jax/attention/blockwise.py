@@ -18,17 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from wedlm_jax.attention.residuals import ATTENDED
-from wedlm_jax.attention.stream_padding import (
-    block_size_of,
-    pad_streams,
-    padded,
-    stream_lengths,
-    stream_limits,
-    stream_segments,
-    trim_streams,
-)
-from wedlm_jax.attention.tile_grid import TileGrid, tiles_that_meet
+from wedlm_jax.attention.tiles import ATTENDED, TileGrid, in_tiles, tiles_that_meet
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
 
 DEFAULT_TILE = 256
@@ -50,18 +40,13 @@ def attend_blockwise(
     Returns:
       ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
     """
-    batch, rows = q.shape[0], q.shape[3]
-    lengths, block_size = stream_lengths(mask, rows), block_size_of(mask)
-    side = -(-min(tile, lengths[0]) // block_size) * block_size
-    limits = None
-    if isinstance(mask, DualStreamMask) and mask.before is not None:
-        limits = stream_limits(mask, side)
-    sizes = [padded(length, side) for length in lengths]
-    grid = TileGrid(sizes[0], sum(sizes[1:]), side, block_size, int(limits is not None))
-    segments = stream_segments(mask, (batch, rows), side)
-    q, k, v = (pad_streams(x, lengths, side) for x in (q, k, v))
-    out = _tiled(grid, q, k, v, segments, limits)
-    return trim_streams(out, lengths, side)
+
+    def side(length: int, block_size: int) -> int:
+        return -(-min(tile, length) // block_size) * block_size
+
+    tiled = in_tiles(mask, (q.shape[0], q.shape[3]), side)
+    out = _tiled(tiled.grid, *map(tiled.pad, (q, k, v)), tiled.segments, tiled.limits)
+    return tiled.trim(out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

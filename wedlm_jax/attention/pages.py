@@ -5,11 +5,19 @@ index 2k of the third axis is key head k and 2k + 1 value head k. Layer l owns t
 ``l * num_pages`` on. No layer is ever sliced out of the array, so loops update it in place.
 
 Page 0 of each layer is the *trash page*: no sequence owns it, and padding is written there.
+
+Keys and values may be rounded to 8-bit integers, with a scale for each head of each token. They are
+rounded before their first use: a forward attends even to its own tokens with the rounding of the
+cache. So it makes no difference whether a token's keys come from the window, the same prompt chunk
+or the cache, and a completion depends neither on chunks and sizes nor, in mode "verified", on the
+window.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,9 +25,50 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from wedlm_jax.attention.int8 import Int8Rows, Rows, to_int8
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.sharding import AXIS_RULES
+
+LARGEST = 127.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Rows:
+    """``values [..., head_dim] * scales [...]``.
+
+    The scales are separate: among the values, each would take a whole vector's space on a TPU.
+
+    Attributes:
+      values: int8 ``[..., head_dim]``, −127 to 127.
+      scales: float32 ``[...]``.
+    """
+
+    values: Array
+    scales: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+Rows = Array | Int8Rows
+"""Keys or values, ``[..., head_dim]``."""
+
+
+def to_int8(x: Array) -> Int8Rows:
+    """Rounds ``x [..., head_dim]`` to 255 steps, scaled by the largest magnitude of each row."""
+    x = x.astype(jnp.float32)
+    scales = jnp.abs(x).max(axis=-1) / LARGEST
+    steps = x / jnp.where(scales > 0, scales, 1.0)[..., None]
+    return Int8Rows(jnp.round(steps).astype(jnp.int8), scales)
+
+
+def to_float(rows: Rows, dtype: Any) -> Array:
+    """Returns the rows as floats; a float array unchanged."""
+    if not isinstance(rows, Int8Rows):
+        return rows
+    return (rows.values.astype(jnp.float32) * rows.scales[..., None]).astype(dtype)
+
 
 Pages = Rows
 """``[layers * num_pages, page_size, 2 * K, head_dim]``: floats, or `Int8Rows` with a scale for each
@@ -99,6 +148,28 @@ def allocate_pages(
     )()  # type: ignore[no-any-return]
 
 
+HEADS = PartitionSpec(None, AXIS_RULES["attention_heads"])
+"""How ``[T, H, head_dim]`` is sharded."""
+
+
+def pool_spec(pages: Pages) -> Any:
+    """Returns how a pool is sharded: by heads."""
+    spec = PartitionSpec(None, None, AXIS_RULES["attention_heads"])
+    return jax.tree.map(lambda _: spec, pages)
+
+
+def on_own_heads(function: Callable[..., Any], specs: list[Any], out: Any) -> Callable[..., Any]:
+    """Makes each device run ``function`` on its own heads, since the compiler cannot partition a
+    kernel and must not gather a pool. Returns ``function`` itself if heads are not sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape[axis] for axis in AXIS_RULES["attention_heads"]) == 1:
+        return function
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    return jax.shard_map(
+        function, in_specs=tuple(specs), out_specs=out, axis_names=free, check_vma=False
+    )
+
+
 def token_places(spans: Spans, size: int, page_size: int) -> Array:
     """Returns where the keys and values of T flat tokens go in the pages of layer 0.
 
@@ -128,21 +199,24 @@ def write_pages(
       layer: its number, from 0.
       num_pages: number of pages per layer.
     """
-    size, kv_heads, head_dim = keys.shape
-    new = jnp.stack([keys, values], axis=2).reshape(size, 2 * kv_heads, head_dim)
-    if size == 1:
-        # XLA turns a scatter of a single row into a slice update, which on a CPU copies the whole
-        # pool. So a second row is written, to the trash page.
-        new = jnp.concatenate([new, new])
-        places = jnp.concatenate([places, jnp.zeros_like(places)])
-    page_size = pages.shape[1]
-    at = places + layer * num_pages * page_size
 
-    def put(pool: Array, rows: Array) -> Array:
-        flat = pool.reshape(-1, *pool.shape[2:])
-        flat = flat.at[at].set(rows.astype(pool.dtype), mode="promise_in_bounds")
-        return flat.reshape(pool.shape)
+    def local(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
+        size, kv_heads, head_dim = keys.shape
+        new = jnp.stack([keys, values], axis=2).reshape(size, 2 * kv_heads, head_dim)
+        if size == 1:
+            # XLA turns a scatter of a single row into a slice update, which on a CPU copies the
+            # whole pool. So a second row is written, to the trash page.
+            new = jnp.concatenate([new, new])
+            places = jnp.concatenate([places, jnp.zeros_like(places)])
+        page_size = pages.shape[1]
+        at = places + layer * num_pages * page_size
 
-    if isinstance(pages, Int8Rows):
-        return jax.tree.map(put, pages, to_int8(new))  # type: ignore[no-any-return]
-    return put(pages, new)
+        def put(pool: Array, rows: Array) -> Array:
+            flat = pool.reshape(-1, *pool.shape[2:])
+            flat = flat.at[at].set(rows.astype(pool.dtype), mode="promise_in_bounds")
+            return flat.reshape(pool.shape)
+
+        return jax.tree.map(put, pages, to_int8(new) if isinstance(pages, Int8Rows) else new)  # type: ignore[no-any-return]
+
+    specs = [pool_spec(pages), HEADS, HEADS, PartitionSpec(), PartitionSpec()]
+    return on_own_heads(local, specs, specs[0])(pages, keys, values, places, layer)  # type: ignore[no-any-return]

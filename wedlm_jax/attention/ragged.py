@@ -7,22 +7,27 @@ to themselves through the pages, with the rounding of the cache.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from wedlm_jax.attention.int8 import Int8Rows
-from wedlm_jax.attention.pages import Pages, Spans, allocate_pages, token_places
-from wedlm_jax.attention.pages import write_pages as _write_shard
-from wedlm_jax.attention.ragged_tpu import LiveSpans, attend_tpu, live_first
+from wedlm_jax.attention.pages import (
+    HEADS,
+    Pages,
+    Spans,
+    allocate_pages,
+    on_own_heads,
+    pool_spec,
+    token_places,
+    write_pages,
+)
 from wedlm_jax.attention.ragged_xla import Tiles, attend_xla, make_tiles
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.sharding import AXIS_RULES
 
 __all__ = [
     "RAGGED_BACKENDS",
@@ -43,6 +48,50 @@ RAGGED_BACKENDS = {
     "rpa": "a kernel for TPUs that comes with JAX",
 }
 """The backends by name, and what each is for."""
+
+KV_PAGES_PER_BLOCK = 4
+QUERIES_PER_BLOCK = 32
+VMEM_LIMIT = 64 * 2**20
+"""The vector memory that the kernel may use, in bytes."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LiveSpans:
+    """The spans of a forward, those with tokens first.
+
+    Attributes:
+      spans: spans of N sequences, of which only the first ``count`` have tokens.
+      count: int32 ``[1]``, how many have tokens.
+    """
+
+    spans: Spans
+    count: Array
+
+
+def live_first(spans: Spans) -> LiveSpans:
+    """Moves the spans without tokens to the end; the order of the others stays.
+
+    The kernel reads each sequence's first block of pages while it computes the sequence before. A
+    sequence without tokens never waits for that read, so the next one would compute with the wrong
+    block, and at the end a semaphore would stay set for the next kernel. Neither the order of the
+    others nor that of the flat tokens changes, so only the small table of pages moves, once per
+    forward::
+
+    tokens of each span    0 3 0 17 1        3 17 1 0 0
+    query_starts         0 0 3 3 20 21     0 3 20 21 21 21
+    count                                  3
+    """
+    lengths = spans.query_starts[1:] - spans.query_starts[:-1]
+    order = jnp.argsort(lengths == 0, stable=True)
+    starts = jnp.cumsum(lengths[order], dtype=jnp.int32)
+    moved = Spans(
+        jnp.concatenate([jnp.zeros(1, jnp.int32), starts]),
+        spans.kv_lengths[order],
+        spans.page_table[order],
+    )
+    return LiveSpans(moved, (lengths > 0).sum(keepdims=True, dtype=jnp.int32))
+
 
 Plan = Tiles | LiveSpans
 """What a forward computes once for all layers; the type depends on the backend."""
@@ -112,35 +161,12 @@ def attention_plan(
     )
 
 
-def write_pages(
-    pages: Pages, keys: Array, values: Array, places: Array, layer: Array | int, num_pages: int
-) -> Pages:
-    """Writes keys and values ``[T, K, head_dim]`` of flat tokens into a layer's pages, in place.
-
-    Args:
-      pages: the pool, of one replica.
-      keys, values: ``[T, K, head_dim]``.
-      places: int32 ``[T]``, from `token_places`.
-      layer: its number, from 0.
-      num_pages: number of pages per layer.
-    """
-
-    def local(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
-        return _write_shard(pages, keys, values, places, layer, num_pages)
-
-    specs = [_pool_spec(pages), _HEADS, _HEADS, PartitionSpec(), PartitionSpec()]
-    run = _on_own_heads(local, specs, specs[0])
-    return run(pages, keys, values, places, layer)  # type: ignore[no-any-return]
-
-
 def attend_pages(
     queries: Array,
     pages: Pages,
     plan: Plan,
     layer: Array | int,
     num_pages: int,
-    *,
-    scale: float | None = None,
 ) -> Array:
     """Computes causal softmax attention of flat tokens over the pages of their sequences.
 
@@ -153,40 +179,53 @@ def attend_pages(
       plan: from `attention_plan`; it determines the backend.
       layer: its number, from 0.
       num_pages: number of pages per layer.
-      scale: scale of the scores; ``head_dim ** -0.5`` by default.
 
     Returns:
       ``[T, H, head_dim]`` in the dtype of ``queries``; arbitrary finite numbers for padding.
     """
-    factor = queries.shape[-1] ** -0.5 if scale is None else scale
 
     def local(queries: Array, pages: Pages, plan: Plan, layer: Array) -> Array:
         if isinstance(plan, Tiles):
-            return attend_xla(queries, pages, plan, layer, num_pages, factor)
-        if isinstance(pages, Int8Rows):
-            raise ValueError("attention 'rpa' cannot read an int8 cache")
-        return attend_tpu(queries, pages, plan, layer, num_pages, factor)
+            return attend_xla(queries, pages, plan, layer, num_pages)
+        return _attend_tpu(queries, pages, plan, layer, num_pages)
 
     whole = PartitionSpec()
-    run = _on_own_heads(local, [_HEADS, _pool_spec(pages), whole, whole], _HEADS)
+    run = on_own_heads(local, [HEADS, pool_spec(pages), whole, whole], HEADS)
     return run(queries, pages, plan, layer)  # type: ignore[no-any-return]
 
 
-_HEADS = PartitionSpec(None, AXIS_RULES["attention_heads"])
+def _attend_tpu(
+    queries: Array, pages: Any, live: LiveSpans, layer: Array | int, num_pages: int
+) -> Array:
+    """Computes `attend_pages` with JAX's kernel.
 
+    Args:
+      queries: ``[T, H, head_dim]``.
+      pages: the pool of one replica.
+      live: from `live_first`; at least one span has tokens.
+      layer: its number, from 0.
+      num_pages: number of pages per layer.
 
-def _pool_spec(pages: Pages) -> Any:
-    spec = PartitionSpec(None, None, AXIS_RULES["attention_heads"])
-    return jax.tree.map(lambda _: spec, pages)
+    Returns:
+      ``[T, H, head_dim]``; zeros for padding. There the kernel leaves its memory uninitialised,
+      which may be NaN, and the next layer would write that into the trash page.
+    """
+    # Pallas takes a while to import, and only TPUs need it.
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-
-def _on_own_heads(function: Callable[..., Any], specs: list[Any], out: Any) -> Callable[..., Any]:
-    """Makes each device run ``function`` on its own heads, since the compiler cannot partition a
-    kernel and must not gather a pool. Returns ``function`` itself if heads are not sharded."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape[axis] for axis in AXIS_RULES["attention_heads"]) == 1:
-        return function
-    free = set(mesh.axis_names) - set(mesh.manual_axes)
-    return jax.shard_map(
-        function, in_specs=tuple(specs), out_specs=out, axis_names=free, check_vma=False
+    spans = live.spans
+    table = spans.page_table + layer * num_pages
+    out: Any = ragged_paged_attention(
+        queries,
+        pages,
+        spans.kv_lengths,
+        table,
+        spans.query_starts,
+        live.count,
+        sm_scale=queries.shape[-1] ** -0.5,
+        num_kv_pages_per_block=min(KV_PAGES_PER_BLOCK, table.shape[1]),
+        num_queries_per_block=min(QUERIES_PER_BLOCK, queries.shape[0]),
+        vmem_limit_bytes=VMEM_LIMIT,
     )
+    real = jnp.arange(queries.shape[0]) < spans.query_starts[-1]
+    return jnp.where(real[:, None, None], out, 0)

@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.attention.int8 import Int8Rows
-from wedlm_jax.attention.pages import Pages, Spans
+from wedlm_jax.attention.pages import Int8Rows, Pages, Spans
 
 BLOCK = 128
 """Approximate number of places per block."""
@@ -166,7 +165,7 @@ def _tile_list(
 
 
 def attend_xla(
-    queries: Array, pages: Pages, tiles: Tiles, layer: Array | int, num_pages: int, scale: float
+    queries: Array, pages: Pages, tiles: Tiles, layer: Array | int, num_pages: int
 ) -> Array:
     """Computes `attend_pages` in plain XLA.
 
@@ -176,9 +175,8 @@ def attend_xla(
       tiles: from `make_tiles`.
       layer: its number, from 0.
       num_pages: number of pages per layer.
-      scale: scale of the scores.
     """
-    reader = _Reader(pages, tiles.table, layer * num_pages, tiles.pages_per_block, scale)
+    reader = _Reader(pages, tiles.table, layer * num_pages, tiles.pages_per_block)
     out = None
     for some in (tiles.longer, tiles.single):
         if some is not None:
@@ -195,7 +193,6 @@ class _Reader:
     table: Array
     first_page: Array | int
     pages_per_block: int
-    scale: float
 
     @property
     def block(self) -> int:
@@ -362,7 +359,7 @@ def _add_block(
     keys, values = reader.read(sequence, number, q.dtype)
     scores = jnp.einsum("rkmh,rknh->rkmn", q, keys, preferred_element_type=jnp.float32)
     visible = number * reader.block + jnp.arange(reader.block) <= place[:, None, :, None]
-    scores = jnp.where(visible, scores * reader.scale, -jnp.inf)
+    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
     # Every row sees place 0, which is in the first block. So from then on its top is finite, and a
     # block that it does not see changes not a bit.
     top = jnp.maximum(sums.top, scores.max(-1))

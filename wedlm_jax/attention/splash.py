@@ -27,18 +27,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
     _ComputableMask,
 )
 
-from wedlm_jax.attention.residuals import ATTENDED
-from wedlm_jax.attention.stream_padding import (
-    block_size_of,
-    pad_streams,
-    padded,
-    stream_lengths,
-    stream_limits,
-    stream_segments,
-    trim_streams,
-)
-from wedlm_jax.attention.tile_grid import TileGrid, tiles_that_meet
-from wedlm_jax.attention.tiles import tile_side
+from wedlm_jax.attention.tiles import ATTENDED, TileGrid, in_tiles, tile_side, tiles_that_meet
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask
 from wedlm_jax.sharding import on_own_shard
@@ -131,22 +120,14 @@ def attend_splash(
       ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
     """
     batch, _, groups, rows, head_dim = q.shape
-    lengths, block_size = stream_lengths(mask, rows), block_size_of(mask)
-    tile = tile_side(lengths[0], tile)
-    placed = isinstance(mask, DualStreamMask) and mask.before is not None
-    unit = mask.unit if isinstance(mask, DualStreamMask) and placed else 0
-    sizes = [padded(length, tile) for length in lengths]
-    if block_size & (block_size - 1) or sizes[0] % block_size:
+    tiled = in_tiles(mask, (batch, rows), lambda length, _: tile_side(length, tile))
+    grid = tiled.grid
+    if grid.block_size & (grid.block_size - 1) or grid.memory % grid.block_size:
         raise ValueError(
-            f"splash attention needs a block size that is 2^n and divides a stream of {sizes[0]} "
-            f"tokens, whole tiles of {tile}, not {block_size}"
+            "splash attention needs a block size that is 2^n and divides a stream of "
+            f"{grid.memory} tokens, whole tiles of {grid.tile}, not {grid.block_size}"
         )
-    grid = TileGrid(sizes[0], sum(sizes[1:]), tile, block_size, unit)
-    segments = stream_segments(mask, (batch, rows), tile)
-    q, k, v = (pad_streams(x, lengths, tile) for x in (q, k, v))
-    by_row = [segments]
-    if isinstance(mask, DualStreamMask) and placed:
-        by_row.append(stream_limits(mask, tile))
+    by_row = [tiled.segments] if tiled.limits is None else [tiled.segments, tiled.limits]
 
     def local(q: Array, k: Array, v: Array, segments: Array, *limits: Array) -> Array:
         local_batch, local_kv_heads = q.shape[:2]
@@ -169,7 +150,7 @@ def attend_splash(
 
     # The compiler does not partition a kernel: each device runs it on its own rows and heads.
     axes = [("batch", "attention_heads")] * 3 + [("batch",)] * len(by_row)
-    return trim_streams(on_own_shard(local, axes)(q, k, v, *by_row), lengths, tile)
+    return tiled.trim(on_own_shard(local, axes)(*map(tiled.pad, (q, k, v)), *by_row))
 
 
 def _of_row(

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import jax
 
-from wedlm_jax.attention.residuals import ATTENDED
+from wedlm_jax.attention.tiles import ATTENDED
 
 _ATTENTION = (ATTENDED,)
 _PROJECTIONS = (*_ATTENTION, "projected", "mixed")

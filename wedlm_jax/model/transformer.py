@@ -20,7 +20,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.attention import attend
-from wedlm_jax.attention.int8 import to_float, to_int8
+from wedlm_jax.attention.pages import to_float, to_int8
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import DualStreamMask, Mask
 from wedlm_jax.model.embedding import looked_up

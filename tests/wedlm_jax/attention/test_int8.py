@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.examples.decode import TINY, Case, requests_of, run, small_engine
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
-from wedlm_jax.attention.int8 import Int8Rows, to_float, to_int8
+from wedlm_jax.attention.pages import Int8Rows, to_float, to_int8
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.examples.decode import TINY
 from tests.examples.ragged import LAYERS, make_example
-from wedlm_jax.attention.int8 import Int8Rows
+from wedlm_jax.attention.pages import Int8Rows
 from wedlm_jax.attention.ragged import (
     allocate_pages,
     attend_pages,
