@@ -27,7 +27,7 @@ from wedlm_jax.errors import require_extra
 from wedlm_jax.host.signals import compiled
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.int8_training import with_int8_products
+from wedlm_jax.model.layers import with_int8_products
 from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import batch_sharding, check_fits, tree_shardings
 

@@ -31,7 +31,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, sum_over_all
 from wedlm_jax.host.progress import saying_once
-from wedlm_jax.model.rematerialisation import POLICIES
+from wedlm_jax.model.layers import POLICIES
 
 SPARE = 0.1
 """Share of a device's memory that a policy must leave free, for fragmentation and other programs.

@@ -17,7 +17,7 @@ from wedlm_jax.aot.topology import CHIPS, local_bytes
 from wedlm_jax.attention.blockwise import DEFAULT_TILE
 from wedlm_jax.attention.tiles import TileGrid, padded, tile_side
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.model.rematerialisation import KEPT
+from wedlm_jax.model.layers import KEPT
 
 GIB = 2**30
 PEAK_FLOPS = {

@@ -17,7 +17,7 @@ from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, 
 from train.recipe.phases import largest_phase, phases_of
 from train.remat import REMEMBERED, first_that_fits, possible_parts, settled, settled_here
 from wedlm_jax.errors import InputError
-from wedlm_jax.model.rematerialisation import POLICIES
+from wedlm_jax.model.layers import POLICIES
 from wedlm_jax.sharding import make_mesh
 
 

@@ -29,8 +29,8 @@ from wedlm_jax.checkpoint.safetensors import DTYPES
 from wedlm_jax.errors import InputError, nearest
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.distillation import DISTANCES
+from wedlm_jax.model.layers import POLICIES
 from wedlm_jax.model.lora import TARGETS
-from wedlm_jax.model.rematerialisation import POLICIES
 from wedlm_jax.params import MODES
 
 AUTO = "auto"

@@ -6,12 +6,12 @@ and with it the gradient of the logits, so the pass that computes the loss compu
 too. This takes three products per token (logits, gradient of the hidden state, gradient of the
 matrix); recomputing the logits in the backward pass would take four.
 
-Tokens without a target are not computed: those with one are moved to the front, and a loop runs
-over the chunks that contain some.
+Tokens without a target are not computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -97,17 +97,14 @@ _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 def _loss(
     hidden: Array, head: Array, targets: Array, wanted: Array, *, chunk: int
 ) -> tuple[Array, Array]:
-    order, place, count, chunk = wanted_first(wanted, chunk)
     states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
 
-    def body(number: Array, results: tuple[Array, Array]) -> tuple[Array, Array]:
-        indices = part_of(order, number, chunk)
-        nll, hit, _ = _of_chunk(states[indices], head, target[indices])
-        return put_part(results[0], nll, number), put_part(results[1], hit, number)
+    def of_chunk(at: Array, _: Array, __: None) -> tuple[tuple[Array, Array], None]:
+        nll, hit, _ = _of_chunk(states[at], head, target[at])
+        return (nll, hit), None
 
-    start = jnp.zeros(len(order), jnp.float32), jnp.zeros(len(order), bool)
-    nll, hit = jax.lax.fori_loop(0, -(-count // chunk), body, start)
-    return jnp.where(wanted, nll[place], 0.0), wanted & hit[place]
+    rows, _ = in_chunks(of_chunk, None, wanted, chunk)
+    return rows
 
 
 def _loss_and_gradients(
@@ -120,39 +117,24 @@ def _loss_and_gradients(
     chunk: int,
     by_head: bool,
 ) -> tuple[Array, ...]:
-    order, place, count, chunk = wanted_first(wanted, chunk)
-    width = hidden.shape[-1]
-    states, target = hidden.reshape(-1, width), targets.reshape(-1)
-    # The last chunk is padded with tokens of weight 0: without a target, or computed before.
-    weight = weights.reshape(-1)[order] * (jnp.arange(len(order)) < count)
+    states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    weight = weights.reshape(-1)
 
-    def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        indices = part_of(order, number, chunk)
-        nll, hit, slope = _of_chunk(states[indices], head, target[indices])
-        slope = slope * part_of(weight, number, chunk)[:, None]
-        d_states = jnp.matmul(
-            slope.astype(head.dtype), head, preferred_element_type=jnp.float32
-        ).astype(hidden.dtype)
-        chunks = (
-            put_part(x, y, number) for x, y in zip(results, (nll, hit, d_states), strict=False)
-        )
-        if not by_head:
-            return tuple(chunks)
-        # The gradients of logits stay float32 in this product, on devices that have one.
-        d_head = results[3] + jnp.matmul(slope.T, states[indices].astype(jnp.float32))
-        return *chunks, constrain(d_head, "vocab", None)
+    def of_chunk(
+        at: Array, counts: Array, d_head: Array | None
+    ) -> tuple[tuple[Array, ...], Array | None]:
+        nll, hit, slope = _of_chunk(states[at], head, target[at])
+        slope = slope * (weight[at] * counts)[:, None]
+        d_states = product_in_float32(slope.astype(head.dtype), head).astype(hidden.dtype)
+        if d_head is not None:
+            # The gradients of logits stay float32 in this product, on devices that have one.
+            d_head = d_head + jnp.matmul(slope.T, states[at].astype(jnp.float32))
+            d_head = constrain(d_head, "vocab", None)
+        return (nll, hit, d_states), d_head
 
-    start: tuple[Array, ...] = (
-        jnp.zeros(len(order), jnp.float32),
-        jnp.zeros(len(order), bool),
-        jnp.zeros((len(order), width), hidden.dtype),
-    )
-    if by_head:
-        start = *start, constrain(jnp.zeros(head.shape, jnp.float32), "vocab", None)
-    nll, hit, d_states, *d_head = jax.lax.fori_loop(0, -(-count // chunk), body, start)
-    d_hidden = d_states[place]  # zeros for tokens in no chunk
-    nll, hit = jnp.where(wanted, nll[place], 0.0), wanted & hit[place]
-    return nll, hit, d_hidden, *(sum_over_tokens(x, "hidden", 1) for x in d_head)
+    none = constrain(jnp.zeros(head.shape, jnp.float32), "vocab", None) if by_head else None
+    rows, d_head = in_chunks(of_chunk, none, wanted, chunk)
+    return rows if d_head is None else (*rows, sum_over_tokens(d_head, "hidden", 1))
 
 
 def _of_chunk(states: Array, head: Array, target: Array) -> tuple[Array, Array, Array]:
@@ -170,13 +152,24 @@ def _of_chunk(states: Array, head: Array, target: Array) -> tuple[Array, Array, 
     return nll, (picked >= top)[:, 0], shares / total - here
 
 
-def wanted_first(wanted: Array, chunk: int) -> tuple[Array, Array, Array, int]:
-    """Orders tokens for the loop.
+def product_in_float32(x: Array, y: Array) -> Array:
+    """Returns ``x @ y``, accumulated in float32."""
+    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+
+
+def in_chunks(of_chunk: Callable[..., Any], total: Any, wanted: Array, chunk: int) -> Any:
+    """Computes rows for the wanted tokens, a chunk of them at a time: they are moved to the front,
+    and the loop goes over the chunks that contain some.
+
+    Args:
+      of_chunk: maps the indices of C tokens, which of these count (the last chunk is padded) and
+        the total so far to a tuple of rows ``[C, ...]`` and the new total.
+      total: the total to begin with; any tree.
+      wanted: bool ``[R, T]``.
+      chunk: C.
 
     Returns:
-      the indices of the tokens, wanted ones first, int32 ``[N]`` padded to whole chunks; each
-      token's place in that order, in the shape of ``wanted``; how many are wanted; and the tokens
-      per chunk.
+      the rows ``[R, T, ...]``, 0 where not wanted, and the total.
     """
     flat = wanted.reshape(-1)
     chunk = min(chunk, len(flat))
@@ -189,12 +182,21 @@ def wanted_first(wanted: Array, chunk: int) -> tuple[Array, Array, Array, int]:
         .set(jnp.arange(len(flat), dtype=jnp.int32), unique_indices=True)
     )
     order = jnp.pad(order, (0, -len(flat) % chunk), mode="edge")
-    return order, place.reshape(wanted.shape), count, chunk
+
+    def body(number: Array, results: tuple[Any, Any]) -> tuple[Any, Any]:
+        start = number * chunk
+        at = jax.lax.dynamic_slice_in_dim(order, start, chunk)
+        rows, total = of_chunk(at, start + jnp.arange(chunk) < count, results[1])
+        put = jax.lax.dynamic_update_slice_in_dim
+        return tuple(put(x, y, start, 0) for x, y in zip(results[0], rows, strict=True)), total
+
+    shapes, _ = jax.eval_shape(of_chunk, order[:chunk], order[:chunk] < 0, total)
+    rows = tuple(jnp.zeros((len(order), *x.shape[1:]), x.dtype) for x in shapes)
+    rows, total = jax.lax.fori_loop(0, -(-count // chunk), body, (rows, total))
+    place = place.reshape(wanted.shape)
+    return tuple(_where(wanted, x[place]) for x in rows), total
 
 
-def part_of(x: Array, number: Array, chunk: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk)
-
-
-def put_part(x: Array, part: Array, number: Array) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, part, number * len(part), 0)
+def _where(wanted: Array, rows: Array) -> Array:
+    wanted = wanted.reshape(*wanted.shape, *[1] * (rows.ndim - wanted.ndim))
+    return jnp.where(wanted, rows, jnp.zeros((), rows.dtype))

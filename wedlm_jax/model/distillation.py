@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.model.cross_entropy import TOKENS, part_of, put_part, wanted_first
+from wedlm_jax.model.cross_entropy import TOKENS, in_chunks, product_in_float32
 from wedlm_jax.model.quantization import product
 from wedlm_jax.sharding import constrain, on_own_tokens
 
@@ -104,32 +104,17 @@ def _in_chunks(
     distance: str,
     chunk: int,
 ) -> tuple[Array, Array, Array, Array]:
-    order, place, count, chunk = wanted_first(wanted, chunk)
     width = student.shape[-1]
     students, teachers = student.reshape(-1, width), teacher.reshape(-1, width)
     target = targets.reshape(-1)
 
-    def body(number: Array, results: tuple[Array, ...]) -> tuple[Array, ...]:
-        indices = part_of(order, number, chunk)
-        *values, slope = _of_chunk(
-            students[indices], teachers[indices], head, target[indices], distance
-        )
-        d_states = jnp.matmul(
-            slope.astype(head.dtype), head, preferred_element_type=jnp.float32
-        ).astype(student.dtype)
-        return tuple(
-            put_part(x, y, number) for x, y in zip(results, (*values, d_states), strict=True)
-        )
+    def of_chunk(at: Array, _: Array, __: None) -> tuple[tuple[Array, ...], None]:
+        *values, slope = _of_chunk(students[at], teachers[at], head, target[at], distance)
+        d_states = product_in_float32(slope.astype(head.dtype), head)
+        return (*values, d_states.astype(student.dtype)), None
 
-    start = (
-        jnp.zeros(len(order), jnp.float32),
-        jnp.zeros(len(order), jnp.float32),
-        jnp.zeros(len(order), bool),
-        jnp.zeros((len(order), width), student.dtype),
-    )
-    *values, d_states = jax.lax.fori_loop(0, -(-count // chunk), body, start)
-    loss, overlap, hit = (jnp.where(wanted, x[place], 0) for x in values)
-    return loss, overlap, hit, jnp.where(wanted[..., None], d_states[place], 0)
+    rows: tuple[Array, Array, Array, Array] = in_chunks(of_chunk, None, wanted, chunk)[0]
+    return rows
 
 
 def _of_chunk(

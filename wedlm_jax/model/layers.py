@@ -1,13 +1,20 @@
-"""The parts of a decoder layer: normalisation, linear maps, attention, MLP.
+"""The parts of a decoder layer: normalisation, linear maps, attention, MLP; and the embedding.
 
 Hidden states are rows, ``[..., D]``, and matrices are ``[out, in]``, as in Hugging Face.
+
+A layer names its intermediate results: queries, keys and values before RoPE (``projected``), the
+output of attention (``attended``), the hidden states after attention (``mixed``), and the two inner
+products of its MLP (``gate``, ``up``). A policy (`checkpoint_policy`) keeps some of them for the
+backward pass, in addition to the layer's input; the rest is recomputed, except the last product,
+which no gradient needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +22,17 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from wedlm_jax.attention.tiles import ATTENDED
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.model.quantization import left_product, product
+from wedlm_jax.model.quantization import int8_product, left_product, product
 from wedlm_jax.model.rope import apply_rope
 from wedlm_jax.sharding import constrain
 
 Rows = Array | bool
 """The hidden states that adapters act on: all, none, or those where a bool array ``[...]`` is True.
 """
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 CACHED_BYTES = 2 * 2**20
 """The bytes of the largest matrix that stays in the cache of a CPU core."""
@@ -76,7 +86,7 @@ class Linear(nnx.Module):
         # Drawn as [in, out], so that a seed gives the same model as in earlier versions.
         self.weight = nnx.Param(normal(rngs, (n_in, n_out), scale, dtype).T)
         self.bias = nnx.Param(jnp.zeros((n_out,), dtype)) if bias else None
-        # Or the product of `wedlm_jax.model.int8_training`, for which qwix requires a path.
+        # Or `int8_product`, for which qwix requires a path.
         self.product: Callable[[Array, Any], Array] = product
         self.qwix_path = ()
         self.adapter: Any = None  # or a `wedlm_jax.model.lora.LowRank`
@@ -97,6 +107,16 @@ class Linear(nnx.Module):
         if self.adapter is not None and adapted is not False:
             y = _where(adapted, y + self.adapter.of_columns(x), y, 0)
         return y if self.bias is None else y + self.bias[...][:, None].astype(x.dtype)
+
+
+def with_int8_products(model: Model) -> Model:
+    """Changes the model's layers to train with products of 8-bit integers, and returns the model.
+
+    Adapters and the output projection compute as before."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Linear):
+            module.product = int8_product
+    return model
 
 
 def _where(rows: Rows, new: Array, old: Array, axis: int) -> Array:
@@ -203,3 +223,77 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: jnp.dtyp
 def laid_out(x: Array) -> Array:
     """Shards hidden states by the rules of `wedlm_jax.sharding`; flat tokens are replicated."""
     return constrain(x, "batch", "length") if x.ndim == 3 else constrain(x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def looked_up(table: Array, tokens: Array, dtype: jnp.dtype) -> Array:
+    """Returns the rows of ``table [V, D]`` for ``tokens``, in ``dtype``.
+
+    Each device looks up whole rows in its share of the vocabulary. They are gathered in the smaller
+    dtype, which halves memory and traffic for float32 parameters and bfloat16 states. The table's
+    gradient is nevertheless summed in the table's dtype; the plain derivative would sum in
+    ``dtype``.
+    """
+    smaller = min(table.dtype, dtype, key=lambda kind: kind.itemsize)
+    return constrain(table.astype(smaller), "vocab", None)[tokens].astype(dtype)
+
+
+def _looked_up_forward(
+    table: Array, tokens: Array, dtype: jnp.dtype
+) -> tuple[Array, tuple[Array, Array]]:
+    # The empty array carries the table's shape and dtype.
+    return looked_up(table, tokens, dtype), (tokens, jnp.zeros((0, *table.shape), table.dtype))
+
+
+def _looked_up_backward(
+    _: jnp.dtype, saved: tuple[Array, Array], by_rows: Array
+) -> tuple[Array, None]:
+    tokens, like = saved
+    zeros = constrain(jnp.zeros(like.shape[1:], like.dtype), "vocab", None)
+    return zeros.at[tokens].add(by_rows.astype(like.dtype)), None
+
+
+looked_up.defvjp(_looked_up_forward, _looked_up_backward)
+
+
+# --- what is kept for the backward pass ----------------------------------------------------
+
+_ATTENTION = (ATTENDED,)
+_PROJECTIONS = (*_ATTENTION, "projected", "mixed")
+_GATE = (*_PROJECTIONS, "gate")
+
+KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "products": (*_GATE, "up"),
+        "gate": _GATE,
+        "projections": _PROJECTIONS,
+        "attention": _ATTENTION,
+        "full": (),
+        "offload": (),
+    }
+)
+"""The results that each policy keeps, from the policy that keeps most to the one that keeps least.
+Before them all comes ``none``, which keeps everything."""
+
+LAYER_INPUT = "layer_input"
+"""The name of a layer's input. ``offload`` moves it to the host's memory and back."""
+
+POLICIES: tuple[str, ...] = ("none", *KEPT)
+
+
+def checkpoint_policy(name: str) -> Callable | None:
+    """Returns the policy for `jax.checkpoint`; None if nothing is recomputed.
+
+    Args:
+      name: one of `POLICIES`.
+    """
+    if name == "none":
+        return None
+    if name == "offload":
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[LAYER_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return jax.checkpoint_policies.save_only_these_names(*KEPT[name])

@@ -23,18 +23,19 @@ from wedlm_jax.attention import attend
 from wedlm_jax.attention.pages import to_float, to_int8
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.masks import DualStreamMask, Mask
-from wedlm_jax.model.embedding import looked_up
 from wedlm_jax.model.layers import (
+    LAYER_INPUT,
     DecoderLayer,
     RMSNorm,
     Rows,
     as_columns,
+    checkpoint_policy,
     columns_are_faster,
     laid_out,
+    looked_up,
     normal,
 )
 from wedlm_jax.model.quantization import left_product, product
-from wedlm_jax.model.rematerialisation import LAYER_INPUT, checkpoint_policy
 from wedlm_jax.model.rope import held, rope_tables
 from wedlm_jax.sharding import constrain
 
@@ -165,7 +166,7 @@ class Transformer(nnx.Module):
           mask: which tokens see which.
           int8_kv: whether keys and values are rounded to 8 bits, as in an int8 cache.
           dtype: compute dtype; the parameters' dtype by default.
-          remat: one of `wedlm_jax.model.rematerialisation.POLICIES`.
+          remat: one of `wedlm_jax.model.layers.POLICIES`.
           attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
           tile: side of the splash kernel's tiles; 0 for what suits the chip.
           unroll: layers per iteration of the scan; more of them take longer to compile.

@@ -12,8 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.examples.training import tiny_transformer
 from tests.jaxpr_shapes import equations_in
 from wedlm_jax.masks import CausalMask
-from wedlm_jax.model.int8_training import with_int8_products
-from wedlm_jax.model.layers import Linear
+from wedlm_jax.model.layers import Linear, with_int8_products
 from wedlm_jax.model.lora import LoraConfig, with_adapters
 
 TOKENS = jax.random.randint(jax.random.key(0), (2, 8), 0, 97)

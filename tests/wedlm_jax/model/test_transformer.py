@@ -13,8 +13,7 @@ from tests.examples.training import TINY, MatrixMask, tiny_transformer
 from tests.jaxpr_shapes import arrays_in, equations_in
 from wedlm_jax.masks import CausalMask, DualStreamMask
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.embedding import looked_up
-from wedlm_jax.model.rematerialisation import KEPT, POLICIES
+from wedlm_jax.model.layers import KEPT, POLICIES, looked_up
 from wedlm_jax.sharding import make_mesh
 
 LENGTH = 8
