@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib.util
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class InputError(ValueError):
@@ -293,6 +295,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"there are {', '.join(names)}" if near is None else f"did you mean {near!r}?"
 
 
+def refuse_unknown(fields: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    """Refuses a name that is not one of ``known``, with a hint."""
+    for name in fields:
+        if name not in known:
+            shown = shortened(name, 60)
+            raise InputError(f"unknown {what} {shown!r}; {did_you_mean(shown, known)}")
+
+
 def written(number: float) -> str:
     """Formats a number for a message; integers have no exponent."""
     return f"{number:,.0f}" if float(number).is_integer() else f"{number:g}"
@@ -322,6 +332,15 @@ def shortened(text: str, length: int = 200) -> str:
     """Returns a text for use in a message: on one line, and cut to ``length`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 3] + "..."
+
+
+def shown_value(value: Any) -> str:
+    """Formats a value for a message, shortened."""
+    try:
+        # Parquet has values that JSON does not have, such as dates.
+        return shortened(json.dumps(value, ensure_ascii=False, default=repr), 60)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
 
 
 def counted(number: int, what: str) -> str:

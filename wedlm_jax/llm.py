@@ -29,6 +29,7 @@ from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.generation import Generation, Handle, Mailbox, Prepared, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.compiled_cache import ProgramStore, program_folder
+from wedlm_jax.host.notices import notice
 from wedlm_jax.host.progress import BusyNotice, Progress, saying, so_far
 from wedlm_jax.messages import template_variables
 from wedlm_jax.model.quantization import check_quantization
@@ -44,7 +45,6 @@ from wedlm_jax.text import (
     is_integer,
     numbered,
 )
-from wedlm_jax.told_once import ToldOnce
 
 MESH_AXES = {"tensor_parallel_size": "tensor", "tp": "tensor", "data_parallel_size": "data"}
 """Other engines' names for the size of an axis of `LLM`'s mesh."""
@@ -130,11 +130,11 @@ class LLM:
             )
             if config.drafter is not None:
                 weights = with_drafter(weights, self.folder, config.drafter, mesh)
-        # A notice, shown once, if the window was left to us and the model cannot have one.
+        # What is not said yet of behaviour that a caller may not expect: of the chat template, and
+        # of AR if the window was left to us and the model cannot have one.
+        self._chat_end = self.codec and self.codec.chat_end
         without = config.window_size in (None, "auto") and not weights.config.knows_masks
-        self._told_once = ToldOnce(
-            self.name, self.codec, weights.config.model_type if without else None
-        )
+        self._unmasked_type = weights.config.model_type if without else None
         folder = program_folder()
         store = None if folder is None else ProgramStore(folder)
         self.engine = Engine(
@@ -179,7 +179,7 @@ class LLM:
         given = [given] if isinstance(given, SamplingParams) else given
         for one in given:
             self.check_draft(one)
-            self._told_once.of_mode(one)
+            self._tell_of_mode(one)
         with self._loop.paused():
             self.engine.expect([self._with_bad_words_as_ids(one) for one in given])
             self.engine.compile()
@@ -413,8 +413,14 @@ class LLM:
             )
         self.check_draft(params)
         token_ids = self.as_ids(prompt)
-        self._told_once.of_prompt(prompt)
-        self._told_once.of_mode(params)
+        if self._chat_end and isinstance(prompt, str) and self._chat_end not in prompt:
+            self._chat_end = None
+            notice(
+                "plain-text prompts are completed without the chat template of %s; for answers use "
+                "LLM.chat, --chat or records with messages",
+                self.name,
+            )
+        self._tell_of_mode(params)
         if params.stop:
             self._require_codec("stop strings")
         if params.seed is None:
@@ -439,6 +445,16 @@ class LLM:
             f"draft: {self.name} was not trained on masks, so they cannot draft; "
             "lookup and auto copy drafts from the text"
         )
+
+    def _tell_of_mode(self, params: SamplingParams) -> None:
+        """Warns once if another mode was requested and AR replaces it."""
+        if self._unmasked_type is not None and params.mode == "paper":
+            notice(
+                "%s (%s) was not trained on masks: decoding autoregressively, as with a window of "
+                "0",
+                *(self.name, self._unmasked_type),
+            )
+            self._unmasked_type = None
 
     def as_ids(self, prompt: Prompt) -> Sequence[int]:
         """Returns the token ids of a prompt, which is a text or consists of token ids.

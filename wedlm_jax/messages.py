@@ -11,8 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wedlm_jax.errors import InputError
-from wedlm_jax.records.fields import shown_value
+from wedlm_jax.errors import InputError, shown_value
 
 TEXTS = ("name", "tool_call_id", "reasoning_content")
 """Optional keys of a message whose values are texts."""
@@ -49,6 +48,12 @@ into the prompt unnoticed. "function" and "ipython" are other names of "tool".""
 
 class NotTaken(InputError):
     """The input has something that other programs accept and this one does not."""
+
+
+def check_text(value: Any) -> None:
+    """Refuses a ``prompt`` that is no text."""
+    if not isinstance(value, str):
+        raise InputError(f"prompt: expected a text, not {shown_value(value)}")
 
 
 def checked_messages(given: Any) -> list[dict[str, Any]]:

@@ -18,10 +18,9 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from wedlm_jax.errors import InputError, nearest, shortened
-from wedlm_jax.messages import checked_messages, template_variables
+from wedlm_jax.errors import InputError, nearest, refuse_unknown, shortened, shown_value
+from wedlm_jax.messages import check_text, checked_messages, template_variables
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.records.fields import check_text, refuse_unknown, shown_value
 from wedlm_jax.records.jsonl import parse_object
 
 if TYPE_CHECKING:

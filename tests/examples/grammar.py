@@ -42,7 +42,7 @@ class Automaton:
 
 
 class Walker:
-    """See `wedlm_jax.grammar.interface.Matcher`."""
+    """See `wedlm_jax.grammar.masks.Matcher`."""
 
     def __init__(self, automaton):
         self.automaton, self.text = automaton, []
@@ -65,7 +65,7 @@ def automaton_of(params):
 
 
 class RandomAutomata:
-    """See `wedlm_jax.grammar.interface.Grammars`; nothing is filled behind a draft not allowed."""
+    """See `wedlm_jax.grammar.masks.Grammars`; nothing is filled behind a draft not allowed."""
 
     def check(self, params):
         if params.regex == "wrong":

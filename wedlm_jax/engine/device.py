@@ -40,8 +40,7 @@ from wedlm_jax.engine.programs import (
 )
 from wedlm_jax.engine.settings import EngineSettings
 from wedlm_jax.engine.windows.costs import CostTable
-from wedlm_jax.grammar.interface import Grammars
-from wedlm_jax.grammar.masks import GrammarMasks
+from wedlm_jax.grammar.masks import GrammarMasks, Grammars
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain

@@ -26,7 +26,7 @@ from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows, WindowCho
 from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.engine.windows.probe import forward_costs
 from wedlm_jax.errors import InputError
-from wedlm_jax.grammar.interface import Grammars
+from wedlm_jax.grammar.masks import Grammars
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart

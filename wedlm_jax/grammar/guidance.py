@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wedlm_jax.errors import InputError, shortened
-from wedlm_jax.grammar.interface import Matcher
+from wedlm_jax.grammar.masks import Matcher
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TokenizerGrammars:
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)
 
     def check(self, params: SamplingParams) -> None:
-        """Refuses a grammar that cannot be followed; see `wedlm_jax.grammar.interface.Grammars`."""
+        """Refuses a grammar that cannot be followed; see `wedlm_jax.grammar.masks.Grammars`."""
         if params.grammar is not None:
             self._compiled(*params.grammar)
 

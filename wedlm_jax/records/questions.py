@@ -15,9 +15,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.errors import InputError, did_you_mean, file_error
-from wedlm_jax.messages import checked_messages
-from wedlm_jax.records.fields import check_text, refuse_unknown, shown_value
+from wedlm_jax.errors import InputError, did_you_mean, file_error, refuse_unknown, shown_value
+from wedlm_jax.messages import check_text, checked_messages
 from wedlm_jax.records.jsonl import parse_object, read_lines
 
 if TYPE_CHECKING:
