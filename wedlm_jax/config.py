@@ -199,32 +199,19 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InputError(f"model config: head_dim must be even, not {self.head_dim}")
-        for name in ("mask_token_id", "pad_token_id", "bos_token_id"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise InputError(f"model config: {name} must be a token id, not {value!r}")
-            if not 0 <= value < self.vocab_size:
-                raise InputError(
-                    f"model config: {name} {value} lies outside the vocabulary of {self.vocab_size}"
-                )
-        for value in self.eos_token_ids:
+        named = ((name, getattr(self, name)) for name in _IDS)
+        ids = [(name, value) for name, value in named if value is not None]
+        for name, value in [*ids, *(("eos_token_id", one) for one in self.eos_token_ids)]:
             if type(value) is not int or not 0 <= value < self.vocab_size:
                 raise InputError(
-                    f"model config: expected token ids of the vocabulary of {self.vocab_size} as "
-                    f"eos_token_id, not {value!r}"
+                    f"model config: expected a token id of the vocabulary of {self.vocab_size} as "
+                    f"{name}, not {value!r}"
                 )
         if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
             raise InputError(
                 f"model config: mask_token_id {self.mask_token_id} is an eos_token_id, too; a mask "
                 "must be no token that texts have"
             )
-
-    @property
-    def group_size(self) -> int:
-        """The number of query heads that share one key/value head."""
-        return self.num_attention_heads // self.num_key_value_heads
 
     @property
     def knows_masks(self) -> bool:
@@ -255,6 +242,9 @@ class ModelConfig:
         """The multiplications of a token's attention to one place, over all layers: for the score
         and for the weighted value. (A token's linear layers take one for each parameter.)"""
         return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
+
+
+_IDS = ("mask_token_id", "pad_token_id", "bos_token_id")
 
 
 def _require_size(name: str, value: Any) -> int:

@@ -211,10 +211,8 @@ def on_own_shard(
 ) -> Callable[..., Array]:
     """Makes each device run ``function`` on its own shard of arguments with these axes; the result
     has the axes of the first. Returns ``function`` itself without a current mesh."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return function
     specs = tuple(spec(axes) for axes in arguments)
-    return jax.shard_map(function, in_specs=specs, out_specs=specs[0], check_vma=False)
+    return _on_shards(function, specs, specs[0], MESH_AXES)
 
 
 def on_own_tokens(
@@ -232,24 +230,24 @@ def on_own_tokens(
     Args:
       arguments, results: the axis names of each argument and each result.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        return function
-    return jax.shard_map(
-        function,
-        in_specs=tuple(_over_tokens(axes) for axes in arguments),
-        out_specs=tuple(_over_tokens(axes) for axes in results),
-        axis_names=frozenset(_TOKEN_AXES),
-        check_vma=False,
-    )
+
+    def over_tokens(axes: Sequence[str | None]) -> PartitionSpec:
+        names = ([n for n in AXIS_RULES[axis or "features"] if n in _TOKEN_AXES] for axis in axes)
+        return PartitionSpec(*(tuple(some) or None for some in names))
+
+    given, found = (tuple(map(over_tokens, some)) for some in (arguments, results))
+    return _on_shards(function, given, found, _TOKEN_AXES)
 
 
 _TOKEN_AXES = ("data", "fsdp", "sequence")
 
 
-def _over_tokens(axes: Sequence[str | None]) -> PartitionSpec:
-    """Returns `spec` without the axes that the compiler shards."""
-    manual = [[n for n in AXIS_RULES[axis] if n in _TOKEN_AXES] if axis else [] for axis in axes]
-    return PartitionSpec(*(tuple(names) or None for names in manual))
+def _on_shards(function: Any, given: Any, found: Any, over: Sequence[str]) -> Callable[..., Any]:
+    if jax.sharding.get_abstract_mesh().empty:
+        return function  # type: ignore[no-any-return]
+    return jax.shard_map(
+        function, in_specs=given, out_specs=found, axis_names=frozenset(over), check_vma=False
+    )
 
 
 def sum_over_tokens(x: Array, axis: str, dimension: int) -> Array:

@@ -1,14 +1,11 @@
 """docs/reference.md and the drawings are what the code says."""
 
-from __future__ import annotations
-
-import argparse
 import dataclasses
 import json
 
 from docs.drawings import DRAWINGS, FOLDER
 from docs.losses import main
-from docs.reference import PAGE, docstring, page, parser_of, signature, table
+from docs.reference import PAGE, page
 from train.recipe.config import TrainConfig
 from wedlm_jax.__main__ import SUBCOMMANDS
 from wedlm_jax.params import OPTIONS
@@ -25,44 +22,6 @@ def test_every_command_and_field_is_there():
     assert plain == names
     assert all(f"| `{name}` |" in text for name in OPTIONS)
     assert all(f"### wedlm {name}\n" in text for name in SUBCOMMANDS)
-
-
-def test_a_parser_is_caught_before_anything_runs():
-    def main(arguments):
-        parser = argparse.ArgumentParser(prog="it")
-        parser.add_argument("--x")
-        parser.parse_args(arguments)
-        raise AssertionError("it ran on")
-
-    assert parser_of(main).prog == "it"
-
-
-def test_docstrings_become_lists():
-    def function(one: int, *, other: str | None = "x") -> int:
-        """Adds.
-
-        Not ``much``.
-
-        Args:
-          one: the first,
-            which is long.
-          other: the second.
-
-        Returns:
-          their sum.
-        """
-        raise NotImplementedError(one, other)
-
-    function.__annotations__ = {"one": "int", "other": "str | None", "return": "int"}
-    assert docstring(function) == (
-        "Adds.\n\nNot `much`.\n\nArgs:\n\n- `one`: the first, which is long.\n"
-        "- `other`: the second.\n\nReturns: their sum.\n"
-    )
-    assert signature("f", function) == "f(one: int, *, other: str | None = 'x') -> int"
-
-
-def test_a_bar_does_not_end_a_cell():
-    assert table(("a",), [("<|x|>",)]).splitlines()[-1] == "| &lt;&#124;x&#124;> |"
 
 
 def test_drawings_are_up_to_date():

@@ -163,28 +163,6 @@ def test_a_wrong_command_is_found(line):
         check_all(line)
 
 
-def test_a_script_is_cut_into_commands():
-    script = """\
-for chip in 0 1; do
-  A=$chip wedlm info \\
-    "a b"  # a comment
-done; wait
-zcat x | wedlm generate --host-id $((4 * I + chip)) > out 2>&1 &
-gcloud --command 'git clone X && wedlm demo'
-"""
-    assert list(commands(script)) == [
-        ["for", "chip", "in", "0", "1"],
-        ["wedlm", "info", "a b"],
-        ["done"],
-        ["wait"],
-        ["zcat", "x"],
-        ["wedlm", "generate", "--host-id", "1"],
-        ["gcloud", "--command", "git clone X && wedlm demo"],
-        ["git", "clone", "X"],
-        ["wedlm", "demo"],
-    ]
-
-
 KEYWORDS = ("do", "then", "else", "!", "{", "(", "time")
 ENDS = re.compile(r"[();<>|&\n]+")
 

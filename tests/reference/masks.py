@@ -40,19 +40,5 @@ def dual_stream_matrix(segment_ids, block_size):
     return matrix
 
 
-def placed_matrix(segment_ids, blocks, block_size):
-    """bool ``[T, T]``: the memory stream, then copies of these of its blocks."""
-    length = len(segment_ids)
-    tokens = [(False, i) for i in range(length)]
-    tokens += [(True, block * block_size + i) for block in blocks for i in range(block_size)]
-    matrix = np.zeros((len(tokens), len(tokens)), bool)
-    whole = dual_stream_matrix(segment_ids, block_size)
-    for row, (predicts, i) in enumerate(tokens):
-        for column, (is_predicted, j) in enumerate(tokens):
-            if i < length and j < length:
-                matrix[row, column] = whole[i + length * predicts, j + length * is_predicted]
-    return matrix
-
-
 def _same_sample(segment_ids, i, j):
     return segment_ids[i] == segment_ids[j] != 0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.jaxpr_shapes import equations_in, shapes_in
-from tests.reference.masks import dual_stream_matrix, placed_matrix
+from tests.reference.masks import dual_stream_matrix
 from wedlm_jax.aot.topology import CHIPS
 from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash
 from wedlm_jax.attention import attend as attend_eagerly
@@ -290,11 +290,6 @@ BLOCK, STREAM, PLACES = 4, 24, 4
 PACKED = np.array([[1] * 6 + [0] * 2 + [2] * 15 + [0], [1] * 24, [1] * 12 + [0] * 12], np.int32)
 BLOCKS = np.array([[1, 3, 5, 6], [0, 2, 4, 5], [6, 6, 6, 6]], np.int32)
 PLACED = DualStreamMask.of_blocks(jnp.asarray(PACKED), BLOCK, jnp.asarray(BLOCKS))
-
-
-def test_a_mask_of_some_blocks_is_the_reference():
-    for dense, segments, blocks in zip(np.asarray(PLACED.dense()), PACKED, BLOCKS, strict=True):
-        np.testing.assert_array_equal(dense, placed_matrix(segments, blocks, BLOCK))
 
 
 @given(

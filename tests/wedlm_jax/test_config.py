@@ -255,8 +255,8 @@ REFUSED = [
     ({"mask_token_id": "5"}, "mask_token_id"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     ({"rope_theta": "large"}, "rope_theta"),
-    ({"mask_token_id": 24}, "mask_token_id 24"),
-    ({"pad_token_id": -1}, "pad_token_id -1"),
+    ({"mask_token_id": 24}, "vocabulary of 24 as mask_token_id, not 24"),
+    ({"pad_token_id": -1}, "pad_token_id, not -1"),
 ]
 
 

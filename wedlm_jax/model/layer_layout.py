@@ -1,4 +1,4 @@
-"""Converts the layout of a model's layers: stacked, or apart.
+"""Converts the layout of a model's layers, from stacked to apart.
 
 * Stacked: every parameter has a leading axis of layers, through which a scan runs. This is for
   training, and for decoding where the compiler reads a layer of the stack in place (TPUs).
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
@@ -48,71 +47,33 @@ def with_layers_apart(
             state[path] = parameter
             continue
         leaves, structure = jax.tree.flatten(parameter)
-        cut = [_placed(_layers_of, lambda spec: spec[1:], leaf) for leaf in leaves]
+        cut = [_cut(leaf) for leaf in leaves]
         if consume:
-            _delete(leaves, cut)
+            jax.block_until_ready(cut)
+            for leaf in leaves:
+                leaf.delete()
         for number, parts in enumerate(zip(*cut, strict=True)):
             state["layers", number, *path[1:]] = jax.tree.unflatten(structure, parts)
-    dtype = model.embed_tokens[...].dtype
-    graph = _graph(model, dtype=dtype, stacked=False, columns=columns)
-    return nnx.merge(graph, nnx.State.from_flat_path(state))
-
-
-def with_layers_stacked(model: Transformer, *, consume: bool = False) -> Transformer:
-    """Converts a model whose layers are apart into one with stacked layers; see
-    `with_layers_apart`."""
-    if are_stacked(model):
-        return model
-    parameters, state = dict(nnx.state(model).flat_state()), {}
-    for path in list(parameters):
-        if path[0] != "layers":
-            state[path] = parameters.pop(path)
-        elif path[1] == 0:
-            numbers = range(model.config.num_hidden_layers)
-            parts = [parameters.pop(("layers", i, *path[2:])) for i in numbers]
-            leaves = [jax.tree.leaves(parameter) for parameter in parts]
-            joined = [
-                _placed(_stack_of, lambda spec: (None, *spec), *some)
-                for some in zip(*leaves, strict=True)
-            ]
-            state["layers", *path[2:]] = jax.tree.unflatten(jax.tree.structure(parts[0]), joined)
-            if consume:
-                _delete([leaf for some in leaves for leaf in some], joined)
-    return nnx.merge(_graph(model), nnx.State.from_flat_path(state))
-
-
-def _graph(model: Transformer, **how: Any) -> nnx.GraphDef[Transformer]:
-    """Returns the graph of the same model, adapters included, in another layout."""
 
     def made() -> Transformer:
-        rngs = nnx.Rngs(0)
-        made = Transformer(model.config, rngs=rngs, **how)
+        rngs, dtype = nnx.Rngs(0), model.embed_tokens[...].dtype
+        made = Transformer(model.config, rngs=rngs, dtype=dtype, stacked=False, columns=columns)
         return made if model.lora is None else with_adapters(made, model.lora, rngs)
 
-    return nnx.graphdef(nnx.eval_shape(made))
+    graph = nnx.graphdef(nnx.eval_shape(made))
+    return nnx.merge(graph, nnx.State.from_flat_path(state))
 
 
 def _layers_of(array: Array) -> list[Array]:
     return list(array)
 
 
-def _stack_of(*arrays: Array) -> Array:
-    return jnp.stack(arrays)
-
-
-def _placed(function: Any, new_spec: Any, *arrays: Array) -> Any:
-    """Runs ``function`` so that its results stay on the devices of their values. ``function`` must
-    be one of this module's, and not a new one per call, so that JAX compiles it once per shape."""
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return function(*arrays)
-    sharding = arrays[0].sharding
+def _cut(stack: Array) -> list[Array]:
+    """Returns the layers of a stack, each on the devices of its values."""
+    if isinstance(stack, jax.core.Tracer):
+        return _layers_of(stack)
+    sharding = stack.sharding
     if isinstance(sharding, NamedSharding):
-        spec = tuple(sharding.spec) + (None,) * (arrays[0].ndim - len(sharding.spec))
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*new_spec(spec)))
-    return jax.jit(function, out_shardings=sharding)(*arrays)
-
-
-def _delete(old: list[Array], new: Any) -> None:
-    jax.block_until_ready(new)
-    for leaf in old:
-        leaf.delete()
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    # Not a new function per call, so that JAX compiles it once per shape.
+    return jax.jit(_layers_of, out_shardings=sharding)(stack)  # type: ignore[no-any-return]

@@ -106,7 +106,7 @@ class Transformer(nnx.Module):
     Its layers are either stacked, every parameter with a leading ``[num_hidden_layers]`` axis, or
     apart, as a list of `DecoderLayer`. A scan runs through either. On a CPU a scan copies each
     layer's weights out of a stack, which costs more than reading them.
-    `wedlm_jax.model.layer_layout` converts one layout into the other.
+    `wedlm_jax.model.layer_layout` takes stacked layers apart.
 
     Parameters are stored in ``dtype``; computation runs in the dtype passed to the call.
 

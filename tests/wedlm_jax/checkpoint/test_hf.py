@@ -44,7 +44,7 @@ def test_tensors_that_are_not_the_models(hf, tensor, value, said):
     ("changes", "said"),
     [
         ({"model_type": "gemma3"}, "'gemma3' is not supported"),
-        ({"mask_token_id": 24}, "mask_token_id 24 lies outside"),
+        ({"mask_token_id": 24}, "as mask_token_id, not 24"),
         ({"rope_scaling": "yarn"}, ""),
         ({"remove": "num_hidden_layers"}, "'num_hidden_layers' is missing"),
         (None, "no such file"),
