@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, file_error, shortened
 
 SIZES = (
     "vocab_size",
@@ -504,15 +504,28 @@ def _fits(model_type: str, parts: Mapping[str, bool]) -> bool:
         return False
 
 
-def read_config_json(folder: Path) -> dict[str, Any]:
-    """Returns the content of ``folder/config.json``."""
-    path = folder / "config.json"
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Reads a file that holds a JSON object; returns None where there is no such file.
+
+    Raises:
+      InputError, StorageFailure: it holds something else, or cannot be read.
+    """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; a model's folder holds a config.json") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        return None
+    except OSError as error:
+        raise file_error(path, "cannot be read", error) from None
+    except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise InputError(f"{path}: expected a JSON object")
+    return raw
+
+
+def read_config_json(folder: Path) -> dict[str, Any]:
+    """Returns the content of ``folder/config.json``."""
+    raw = read_object(path := folder / "config.json")
+    if raw is None:
+        raise InputError(f"{path}: no such file; a model's folder holds a config.json")
     return raw

@@ -6,7 +6,6 @@ import bisect
 import contextlib
 import functools
 import importlib
-import json
 import logging
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from wedlm_jax.config import read_object
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.messages import checked_messages
 from wedlm_jax.params import SamplingParams
@@ -96,7 +96,7 @@ class TextCodec:
         fast = folder / "tokenizer.json"
         if not fast.exists() and not (folder / "vocab.json").exists():
             return None
-        _check_json(folder / "tokenizer_config.json")
+        read_object(folder / "tokenizer_config.json")  # transformers would not name the file
         with _quiet_transformers():
             from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -392,15 +392,6 @@ def _check_unicode(text: str) -> None:
     except UnicodeEncodeError:
         # A lone surrogate, half a character, which no tokenizer accepts.
         raise InputError("the prompt has half of a surrogate pair: not UTF-8") from None
-
-
-def _check_json(path: Path) -> None:
-    try:
-        json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        pass
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 from wedlm_jax.host.signals import compiled
 
 
@@ -176,10 +175,8 @@ def describe_topology(name: str) -> Topology:
       InputError: a malformed name, no libtpu, or a shape that does not exist for the chip.
     """
     kind, shape, slices = parse_topology(name)
-    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise InputError(
-            'compiling for TPUs needs libtpu, which is not installed: pip install "wedlm-jax[tpu]"'
-        )
+    if "TPU_LIBRARY_PATH" not in os.environ:
+        require_extra("compiling for TPUs", "tpu", "libtpu")
     # libtpu otherwise asks a metadata server, which only TPU machines have.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")

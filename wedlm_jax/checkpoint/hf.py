@@ -17,8 +17,8 @@ from typing import Any
 
 from wedlm_jax.checkpoint import HF
 from wedlm_jax.checkpoint.safetensors import DeferredArray, SafetensorsFile, write_safetensors
-from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json
-from wedlm_jax.errors import InputError, StorageFailure, file_error, shortened
+from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json, read_object
+from wedlm_jax.errors import InputError, StorageFailure, shortened
 from wedlm_jax.host.atomic import part_folder
 from wedlm_jax.host.processes import ALONE, Processes
 from wedlm_jax.host.storage import as_path, copy_file, is_remote
@@ -158,25 +158,6 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
         return dataclasses.replace(config, eos_token_ids=ends)
     except InputError as error:
         raise InputError(f"{generation.path}: {error}") from None
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """Reads a file that holds a JSON object; returns None where there is no such file.
-
-    Raises:
-      InputError, StorageFailure: it holds something else, or cannot be read.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise file_error(path, "cannot be read", error) from None
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object")
-    return raw
 
 
 def write_config(folder: Path, raw: dict[str, Any]) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.checkpoint import TITLES
-from wedlm_jax.checkpoint.hf import read_object
 from wedlm_jax.checkpoint.open import find_model, open_checkpoint
-from wedlm_jax.config import ModelConfig
+from wedlm_jax.config import ModelConfig, read_object
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.storage import file_sizes
 

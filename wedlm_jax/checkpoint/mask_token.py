@@ -17,8 +17,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from wedlm_jax.checkpoint.hf import read_object
-from wedlm_jax.config import ModelConfig
+from wedlm_jax.config import ModelConfig, read_object
 from wedlm_jax.errors import InputError
 
 DEFAULT_NAME = "<|mask|>"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from wedlm_jax.checkpoint import PEFT
-from wedlm_jax.checkpoint.hf import Checkpoint, read_object
+from wedlm_jax.checkpoint.hf import Checkpoint
 from wedlm_jax.checkpoint.safetensors import (
     DeferredArray,
     Rows,
@@ -23,6 +23,7 @@ from wedlm_jax.checkpoint.safetensors import (
     array_in_rows,
     cast,
 )
+from wedlm_jax.config import read_object
 from wedlm_jax.errors import InputError
 
 CONFIG = "adapter_config.json"

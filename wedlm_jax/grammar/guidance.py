@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, require_extra, shortened
 from wedlm_jax.grammar.masks import Matcher
 from wedlm_jax.params import SamplingParams
 
@@ -82,12 +82,9 @@ class TokenizerGrammars:
         return from_tokenizer(self._given, n_vocab=self._vocab_size, eos_token=self._eos_token_ids)
 
     def _compile(self, name: str, text: str) -> LLMatcher:
-        try:
-            from llguidance import LLMatcher
-        except ImportError as error:
-            raise InputError(
-                f"{name}: needs llguidance: pip install 'wedlm-jax[grammar]' ({error})"
-            ) from None
+        require_extra(name, "grammar", "llguidance")
+        from llguidance import LLMatcher
+
         if not self._eos_token_ids:
             raise InputError(f"{name}: this model has no end of text, with which to end")
         if len(text) > LONGEST:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 
 GZIP, ZSTD = ".gz", ".zst"
 BLOCK = 2**20
@@ -42,13 +42,9 @@ def unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if ending != ZSTD:
         return raw
-    try:
-        import pyarrow
-    except ImportError:
-        raise InputError(
-            f"{path}: zstd files need pyarrow, which is not installed: "
-            "pip install 'wedlm-jax[data]'"
-        ) from None
+    require_extra(f"{path}: zstd", "data", "pyarrow")
+    import pyarrow
+
     stream = _Raw(pyarrow.CompressedInputStream(raw, "zstd"))
     return cast(IO[bytes], io.BufferedReader(stream, BLOCK))
 

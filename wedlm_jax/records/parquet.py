@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, require_extra, shortened
 
 ROWS_AT_A_TIME = 256
 READ_BUFFER = 2**20
@@ -31,12 +31,9 @@ def require_pyarrow() -> Any:
     Raises:
       InputError: it is not installed.
     """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(
-            "Parquet files need pyarrow, which is not installed: pip install 'wedlm-jax[data]'"
-        ) from None
+    require_extra("Parquet", "data", "pyarrow")
+    import pyarrow.parquet
+
     return pyarrow.parquet
 
 

@@ -390,15 +390,15 @@ def test_values_that_json_has_not(model, quick):
 @pytest.mark.parametrize(
     ("name", "output", "what"),
     [
-        ("in.parquet", "out.jsonl", "Parquet files need"),
-        ("in.jsonl.zst", "out.jsonl", "in.jsonl.zst: zstd files need"),
-        ("in.jsonl", "out.parquet", "Parquet files need"),
+        ("in.parquet", "out.jsonl", "Parquet needs"),
+        ("in.jsonl.zst", "out.jsonl", "in.jsonl.zst: zstd needs"),
+        ("in.jsonl", "out.parquet", "Parquet needs"),
     ],
 )
 def test_without_pyarrow_one_sentence_says_how_to_get_it(name, output, what, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     Path(name).write_text('{"prompt": "a"}\n')
     assert run(Path("never-loaded"), input=name, output=output) == 2
-    needed = "pyarrow, which is not installed: pip install 'wedlm-jax[data]'"
+    needed = 'pyarrow, which is not installed: pip install "wedlm-jax[data]"'
     assert capsys.readouterr().err == f"wedlm generate: {what} {needed}\n"
     assert os.listdir() == [name]

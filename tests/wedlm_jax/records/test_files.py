@@ -142,7 +142,7 @@ def test_what_cannot_be_input_is_refused(tmp_path):
 def test_parquet_without_pyarrow_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"need pyarrow.*pip install 'wedlm-jax\[data\]'"):
+    with pytest.raises(InputError, match=r"needs pyarrow, .* pip install \"wedlm-jax\[data\]"):
         find_files([str(tmp_path)], ENDINGS)
 
 
