@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn, get_type_hints
+from types import UnionType
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from wedlm_jax.errors import InputError, shortened, written
 
@@ -23,8 +24,7 @@ class Option:
       help: what it does.
       low, high: bounds of a number, inclusive.
       above: whether ``low`` itself is excluded.
-      integer: whether a number must be an integer.
-      flag: whether it is a boolean.
+      integer, flag: whether a number must be an integer, and whether it is a boolean, by its type.
       choices: the allowed texts.
       also: texts that are allowed in addition to numbers.
       text: what a flag calls its value, where that is a text.
@@ -85,7 +85,12 @@ class Option:
 def options_of(kind: type) -> dict[str, Option]:
     """Returns the description of every field of a dataclass, in order."""
     hints = get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name].__metadata__[0] for field in dataclasses.fields(kind)}
+    options = {}
+    for field in dataclasses.fields(kind):
+        annotated, option = get_args(hints[field.name])
+        types = get_args(annotated) if isinstance(annotated, UnionType) else (annotated,)
+        options[field.name] = dataclasses.replace(option, integer=int in types, flag=bool in types)
+    return options
 
 
 def is_token_id(value: object) -> bool:

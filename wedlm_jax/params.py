@@ -67,7 +67,6 @@ class SamplingParams:
             "sample from this many of the most likely tokens, before top_p; 0 is all, and so "
             "is -1, as in vLLM",
             low=0,
-            integer=True,
             array="int32",
             trait="truncated",
         ),
@@ -83,9 +82,7 @@ class SamplingParams:
             trait="truncated",
         ),
     ] = 0.0
-    max_tokens: Annotated[
-        int, Option("the most completion tokens", low=1, integer=True, array="int32")
-    ] = 256
+    max_tokens: Annotated[int, Option("the most completion tokens", low=1, array="int32")] = 256
     stop: Annotated[
         tuple[str, ...],
         Option(
@@ -103,7 +100,7 @@ class SamplingParams:
     ] = ()
     ignore_eos: Annotated[
         bool,
-        Option("continue after the model's end of text, to max_tokens or another stop", flag=True),
+        Option("continue after the model's end of text, to max_tokens or another stop"),
     ] = False
     entropy_threshold: Annotated[
         float | None,
@@ -132,7 +129,6 @@ class SamplingParams:
             "starts the random numbers: the same seed gives the same tokens in any batch",
             low=0,
             high=2**32 - 1,
-            integer=True,
             none="a new one at every call, as for -1",
             array="uint32",
             trait="sampled",
@@ -145,7 +141,6 @@ class SamplingParams:
             "temperature above 0",
             low=1,
             high=MOST_SAMPLES,
-            integer=True,
         ),
     ] = 1
     min_tokens: Annotated[
@@ -153,7 +148,6 @@ class SamplingParams:
         Option(
             "completion tokens before which no stop token is chosen and no stop text counts",
             low=0,
-            integer=True,
             array="int32",
             trait="min_tokens",
         ),
@@ -223,7 +217,6 @@ class SamplingParams:
             "tokens in its place",
             low=0,
             high=MOST_LOGPROBS,
-            integer=True,
             none="neither",
         ),
     ] = None

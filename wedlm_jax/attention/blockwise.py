@@ -29,16 +29,11 @@ Carry = tuple[Array, Array, Array]
 def attend_blockwise(
     q: Array, k: Array, v: Array, mask: CausalMask | DualStreamMask, *, tile: int = DEFAULT_TILE
 ) -> Array:
-    """Computes softmax attention under ``mask``; zeros for a row that sees nothing.
+    """Computes softmax attention of ``q [B, K, G, T, head_dim]``, grouped by KV head, over ``k, v
+    [B, K, T, head_dim]``; zeros for a row that sees nothing.
 
     Args:
-      q: ``[B, K, G, T, head_dim]``, grouped by KV head.
-      k, v: ``[B, K, T, head_dim]``.
-      mask: a mask over T rows.
       tile: side of a tile; capped at L and rounded up to a multiple of the block size.
-
-    Returns:
-      ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
     """
 
     def side(length: int, block_size: int) -> int:

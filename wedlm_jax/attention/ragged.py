@@ -197,19 +197,7 @@ def attend_pages(
 def _attend_tpu(
     queries: Array, pages: Any, live: LiveSpans, layer: Array | int, num_pages: int
 ) -> Array:
-    """Computes `attend_pages` with JAX's kernel.
-
-    Args:
-      queries: ``[T, H, head_dim]``.
-      pages: the pool of one replica.
-      live: from `live_first`; at least one span has tokens.
-      layer: its number, from 0.
-      num_pages: number of pages per layer.
-
-    Returns:
-      ``[T, H, head_dim]``; zeros for padding. There the kernel leaves its memory uninitialised,
-      which may be NaN, and the next layer would write that into the trash page.
-    """
+    """Computes `attend_pages` with JAX's kernel; at least one span has tokens."""
     # Pallas takes a while to import, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -227,5 +215,7 @@ def _attend_tpu(
         num_queries_per_block=min(QUERIES_PER_BLOCK, queries.shape[0]),
         vmem_limit_bytes=VMEM_LIMIT,
     )
+    # For padding the kernel leaves its memory uninitialised, which may be NaN, and the next layer
+    # would write that into the trash page.
     real = jnp.arange(queries.shape[0]) < spans.query_starts[-1]
     return jnp.where(real[:, None, None], out, 0)

@@ -167,15 +167,7 @@ def _tile_list(
 def attend_xla(
     queries: Array, pages: Pages, tiles: Tiles, layer: Array | int, num_pages: int
 ) -> Array:
-    """Computes `attend_pages` in plain XLA.
-
-    Args:
-      queries: ``[T, H, head_dim]``.
-      pages: the pool, with keys and values of these tokens.
-      tiles: from `make_tiles`.
-      layer: its number, from 0.
-      num_pages: number of pages per layer.
-    """
+    """Computes `wedlm_jax.attention.ragged.attend_pages` in plain XLA, with `make_tiles`."""
     reader = _Reader(pages, tiles.table, layer * num_pages, tiles.pages_per_block)
     out = None
     for some in (tiles.longer, tiles.single):

@@ -105,19 +105,14 @@ def attend_splash(
     tile: int = 0,
     interpret: bool = False,
 ) -> Array:
-    """Computes softmax attention under ``mask``; zeros for padding. The kernel does not scale, so
-    queries are scaled, and rounded to their dtype, before it.
+    """Computes softmax attention of ``q [B, K, G, T, head_dim]``, grouped by KV head, over ``k, v
+    [B, K, T, head_dim]``; zeros for padding. The kernel does not scale, so queries are scaled, and
+    rounded to their dtype, before it.
 
     Args:
-      q: ``[B, K, G, T, head_dim]``, grouped by KV head.
-      k, v: ``[B, K, T, head_dim]``.
-      mask: a mask over T rows; its block size must be a power of two.
-      tile: side of a tile, a multiple of 128, smaller for short rows; 0 for the value of `TILES`
-        for the devices of the current mesh.
+      mask: its block size must be a power of two.
+      tile: as for `wedlm_jax.attention.tiles.tile_side`, a multiple of 128.
       interpret: run the kernel in Python on any device, for tests.
-
-    Returns:
-      ``[B, K, G, T, head_dim]`` in the dtype of ``q``.
     """
     batch, _, groups, rows, head_dim = q.shape
     tiled = in_tiles(mask, (batch, rows), lambda length, _: tile_side(length, tile))
