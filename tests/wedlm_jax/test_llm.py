@@ -459,32 +459,16 @@ def test_without_a_tokenizer_texts_are_refused(tmp_path):
         bare.chat([{"role": "user", "content": "hello"}])
 
 
-def test_sampling_params_may_be_named_as_in_other_engines(llm):
-    expected = llm.generate("a", PLAIN)[0].token_ids
-    assert llm.generate("a", sampling_params=PLAIN)[0].token_ids == expected
-    *_, last = llm.stream("a", sampling_params=PLAIN)
-    assert last.completion.token_ids == expected
-
-
 @pytest.mark.parametrize(
     ("call", "given", "hint"),
     [
         (LLM, "tensor_parallel_size", 'did you mean mesh={"tensor": N}?'),
-        (LLM, "data_parallel_size", 'did you mean mesh={"data": N}?'),
         (LLM, "max_num_seqs", "did you mean 'max_batch_size'?"),
-        (LLM, "wedlm_window_size", "did you mean 'window_size'?"),
-        (LLM, "max_seq_len", "did you mean 'max_model_len'?"),
-        (LLM, "model_path", "did you mean 'model'?"),
-        (LLM, "torch_dtype", "did you mean 'dtype'?"),
         (LLM, "seed", "did you mean SamplingParams(seed=...)?"),
         (LLM, "trust_remote_code", "it is not needed: no code of a checkpoint is run"),
-        (LLM, "enforce_eager", "it is not needed: each forward is one of a few compiled programs"),
-        (LLM.generate, "params", "did you mean 'sampling_params'?"),
         (LLM.generate, "use_tqdm", "did you mean 'on_progress'?"),
         (LLM.generate, "max_new_tokens", "did you mean SamplingParams(max_tokens=...)?"),
-        (LLM.generate, "temperature", "did you mean SamplingParams(temperature=...)?"),
         (LLM.chat, "messages", "did you mean 'conversations'?"),
-        (LLM.stream, "stop", "did you mean SamplingParams(stop=...)?"),
         (LLM.stream, "window_size", "did you mean 'window'?"),
     ],
 )

@@ -6,14 +6,7 @@ import sys
 
 import pytest
 
-from wedlm_jax.aot.topology import (
-    CHIPS,
-    Chip,
-    Roofline,
-    compiler_options,
-    describe_topology,
-    parse_topology,
-)
+from wedlm_jax.aot.topology import Chip, Roofline, describe_topology, parse_topology
 from wedlm_jax.errors import InputError
 
 
@@ -35,21 +28,6 @@ def test_other_names_are_refused_with_an_example(name):
         parse_topology(name)
 
 
-def test_memory_is_that_of_the_makers_tables():
-    assert {kind: chip.hbm_bytes / 2**30 for kind, chip in CHIPS.items()} == {
-        "v5e": 16,
-        "v5p": 95,
-        "v6e": 32,
-    }
-
-
-@pytest.mark.parametrize(
-    ("kind", "fused"), [("TPU v5 lite", "true"), ("TPU v5", "false"), ("TPU v6 lite", "false")]
-)
-def test_gathers_are_fused_where_the_compiler_can(kind, fused):
-    assert compiler_options(kind)["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] == fused
-
-
 def test_without_the_compiler_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
@@ -57,26 +35,20 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch):
         describe_topology("v5p:2x2x1")
 
 
-CHIP = Chip(hbm_bytes=1, peak_flops=100.0, hbm_bandwidth=10.0, ici_bandwidth=5.0, dcn_bandwidth=1.0)
-
-
-def test_each_resource_has_its_own_time():
-    bound = CHIP.bounds(flops=200, hbm_bytes=30, sent_bytes=5, slice_bytes=4)
-    assert bound == Roofline(compute=2.0, memory=3.0, network=1.0, slices=4.0)
-
-
 @pytest.mark.parametrize(
-    ("bound", "slowest"),
+    ("work", "times", "slowest"),
     [
-        (Roofline(2.0, 1.0, 0.0, 0.0), "compute"),
-        (Roofline(2.0, 3.0, 0.0, 0.0), "memory"),
-        (Roofline(0.0, 1.0, 4.0, 0.0), "network"),
-        (Roofline(0.0, 1.0, 4.0, 5.0), "slices"),
+        ((200, 10, 0, 0), (2.0, 1.0, 0.0, 0.0), "compute"),
+        ((200, 30, 5, 4), (2.0, 3.0, 1.0, 4.0), "slices"),
+        ((200, 30, 5, 1), (2.0, 3.0, 1.0, 1.0), "memory"),
+        ((0, 10, 20, 0), (0.0, 1.0, 4.0, 0.0), "network"),
     ],
 )
-def test_the_slowest_alone_counts(bound, slowest):
-    assert bound.bound == slowest
-    assert bound.seconds == getattr(bound, slowest)
+def test_each_resource_has_its_own_time_and_the_slowest_alone_counts(work, times, slowest):
+    chip = Chip(1, peak_flops=100.0, hbm_bandwidth=10.0, ici_bandwidth=5.0, dcn_bandwidth=1.0)
+    names = ("flops", "hbm_bytes", "sent_bytes", "slice_bytes")
+    bound = chip.bounds(**dict(zip(names, work, strict=True)))
+    assert (bound, bound.bound, bound.seconds) == (Roofline(*times), slowest, max(times))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")

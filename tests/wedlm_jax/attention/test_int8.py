@@ -22,18 +22,13 @@ from wedlm_jax.params import SamplingParams
 PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16), (3,), (4, 9), (2, 3, 4, 5, 6, 7, 8)]
 
 
-@given(seed=st.integers(0, 2**31 - 1), size=st.floats(1e-6, 1e4))
+@given(seed=st.integers(0, 2**31 - 1), size=st.just(0.0) | st.floats(1e-6, 1e4))
 def test_a_row_is_off_by_half_a_step_at_most(seed, size):
     x = size * np.random.default_rng(seed).standard_normal((3, 5, 16)).astype(np.float32)
     rows = to_int8(jnp.array(x))
     assert (rows.values.dtype, rows.scales.shape) == (jnp.int8, (3, 5))
     step = np.abs(x).max(axis=-1, keepdims=True) / 127
     assert (np.abs(np.array(to_float(rows, jnp.float32)) - x) <= 0.5001 * step).all()
-
-
-def test_rows_of_zeros_stay_zeros():
-    rows = to_int8(jnp.zeros((2, 8)))
-    assert not np.array(to_float(rows, jnp.float32)).any()
 
 
 MODES = ("paper", "verified", "ar")

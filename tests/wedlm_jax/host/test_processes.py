@@ -4,7 +4,7 @@
 import pytest
 
 from wedlm_jax.errors import InputError
-from wedlm_jax.host.processes import ALONE, Host, Processes, find_host
+from wedlm_jax.host.processes import Host, find_host
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,3 @@ def test_numbers_that_do_not_fit(count, index, message):
 def test_messages_name_the_flags_of_the_command():
     with pytest.raises(InputError, match=r"^--process-id: expected 0 to 1, not 2$"):
         find_host("2", 2, {}, flags=("--num-processes", "--process-id"))
-
-
-def test_one_process_agrees_with_itself():
-    assert Processes(0, 1) == ALONE
-    assert isinstance(ALONE, Host)
-    assert (ALONE.all_true(True), ALONE.all_true(False)) == (True, False)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from wedlm_jax.config import ModelConfig, RopeConfig
-from wedlm_jax.errors import InputError
 from wedlm_jax.model.rope import apply_rope, inverse_frequencies, rope_tables
 
 HEAD_DIM = 16
@@ -87,16 +86,6 @@ def test_frequencies_are_those_of_transformers(rope_type, parameters, frequencie
     ours, our_factor = inverse_frequencies(config_with(rope_type, **parameters))
     np.testing.assert_allclose(ours, frequencies, rtol=2e-6)
     assert our_factor == pytest.approx(factor, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("rope_type", "missing"),
-    [("linear", "factor"), ("yarn", "factor"), ("llama3", "factor"), ("llama3", "low_freq_factor")],
-)
-def test_a_missing_number_is_named(rope_type, missing):
-    parameters = {key: value for key, value in LLAMA3.items() if key != missing}
-    with pytest.raises(InputError, match=missing):
-        inverse_frequencies(config_with(rope_type, **parameters))
 
 
 def test_each_pair_is_a_complex_number_turned_by_position_times_frequency():

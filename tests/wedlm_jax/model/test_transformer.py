@@ -121,15 +121,6 @@ def test_logits_are_float32_whatever_the_states(parts):
         assert logits.shape == (1, 2, TINY.vocab_size)
 
 
-def test_a_tied_head_is_the_embedding():
-    model = tiny_transformer(tie_word_embeddings=True)
-    assert model.lm_head is None
-    np.testing.assert_array_equal(model.head_matrix(), model.embed_tokens[...])
-    untied = tiny_transformer()
-    assert untied.head_matrix().shape == (TINY.vocab_size, TINY.hidden_size)
-    assert not np.array_equal(untied.head_matrix(), untied.embed_tokens[...])
-
-
 def test_a_seed_names_the_parameters_and_layers_differ(parts):
     weight = nnx.merge(*parts).layers.mlp.up_proj.weight[...]
     assert weight.shape == (TINY.num_hidden_layers, TINY.intermediate_size, TINY.hidden_size)
