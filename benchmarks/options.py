@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from infer.bench.command import add_subject_options
+from infer.bench.command import OPTIONS, add_subject_options
 from infer.bench.subject import Subject, held_as
+from infer.flags import flag
 from wedlm_jax.config import ModelConfig, RopeConfig
 from wedlm_jax.engine.engine import runs_apart
 from wedlm_jax.host.command_line import CommandParser, at_least_1
@@ -90,22 +91,10 @@ def add_decoding(
 ) -> None:
     """Adds what is decoded, and how: checkpoint, questions, numbers of sequences, windows."""
     add_subject_options(parser)
-    add_numbers(parser, "--batch-size", batch_size, "sequences that decode together")
-    parser.add_argument(
-        "--window-size",
-        type=int,
-        nargs="+",
-        default=[0, 16],
-        metavar="W",
-        help="masks in a window, one or more; 0 is AR [0 16]",
-    )
-    parser.add_argument(
-        "--mode",
-        nargs="+",
-        choices=("paper", "verified"),
-        default=mode,
-        help=f"how windows are decoded, one or more [{' '.join(mode)}]",
-    )
+    for name, default in (("batch_size", batch_size), ("window_size", [0, 16]), ("mode", mode)):
+        meaning, settings = OPTIONS[name]
+        shown = f"{meaning} [{' '.join(map(str, default))}]"
+        parser.add_argument(flag(name), default=default, help=shown, **settings)
 
 
 def random_subject(shape: str, options: Mapping[str, Any]) -> Subject:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,38 +97,25 @@ def find_host(
     launchers = list(LAUNCHERS.values())
     if count == AUTO:
         launchers = [names for names in launchers if names[0] and environment.get(names[0])][:1]
-        hosts = _told_count(launchers, environment, flags[0])
+        if not launchers:
+            variables = ", ".join(variable for variable, _ in LAUNCHERS.values() if variable)
+            raise InputError(f"{flags[0]} auto: none of {variables} is set; give the number")
+        told = environment[str(launchers[0][0])]
+        hosts = int(told) if told.isdecimal() else len(told.split(","))
+    elif count.isdecimal() and int(count):
+        hosts = int(count)
     else:
-        hosts = _number(count, flags[0])
+        raise InputError(f"{flags[0]}: expected a number of at least 1, or auto, not {count!r}")
     if index is None and hosts > 1:
-        index = _told_index(launchers, environment, flags[1])
+        values = [environment.get(variable, "") for _, variable in launchers]
+        index = next((int(value) for value in values if value.isdecimal()), None)
+        if index is None:
+            variables = ", ".join(variable for _, variable in launchers)
+            raise InputError(f"{flags[1]} is missing, and none of {variables} is set")
     index = index or 0
     if not 0 <= index < hosts:
         raise InputError(f"{flags[1]}: expected 0 to {hosts - 1}, not {index}")
     return Host(index, hosts)
-
-
-def _number(count: str, flag: str) -> int:
-    if not count.isdecimal() or int(count) < 1:
-        raise InputError(f"{flag}: expected a number of at least 1, or auto, not {count!r}")
-    return int(count)
-
-
-def _told_count(launchers: Sequence[Variables], environment: Mapping[str, str], flag: str) -> int:
-    for variable, _ in launchers:
-        if variable is not None:
-            value = environment[variable]
-            return int(value) if value.isdecimal() else len(value.split(","))
-    variables = ", ".join(variable for variable, _ in LAUNCHERS.values() if variable)
-    raise InputError(f"{flag} auto: none of {variables} is set; give the number")
-
-
-def _told_index(launchers: Sequence[Variables], environment: Mapping[str, str], flag: str) -> int:
-    for _, variable in launchers:
-        if (value := environment.get(variable, "")).isdecimal():
-            return int(value)
-    variables = ", ".join(variable for _, variable in launchers)
-    raise InputError(f"{flag} is missing, and none of {variables} is set")
 
 
 def connect(coordinator: str | None = None, host: Host | None = None) -> None:
