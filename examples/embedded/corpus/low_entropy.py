@@ -132,14 +132,7 @@ def letters(rng: random.Random) -> tuple[str, str]:
     return prompt.format(run[0], run[-1], form), separator.join(run)
 
 
+_DRAWS = (count, times_table, sum_table, copy_line, markdown, json_records, letters)
 KINDS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = MappingProxyType(
-    {
-        "count": count,
-        "times_table": times_table,
-        "sum_table": sum_table,
-        "copy_line": copy_line,
-        "markdown": markdown,
-        "json_records": json_records,
-        "letters": letters,
-    }
+    {draw.__name__: draw for draw in _DRAWS}
 )

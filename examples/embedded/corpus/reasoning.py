@@ -162,29 +162,15 @@ def _steps_up(rng: random.Random) -> Numbers:
     return {"a": a, "c": c, "s": a + c, "u": a + 2 * c, "t": a + 3 * c}
 
 
+_DRAWS: tuple[Callable[[random.Random], Numbers], ...] = (
+    *(_plus_minus, _plus_plus, _minus_minus, _times_plus),
+    *(_times_minus, _minus_times, _plus_times, _rectangle),
+    *(_divide_plus, _divide_times, _plus_divide, _average_of_two),
+    *(_average_of_three, _minus_divide, _two_products, _more_total),
+    *(_fewer_total, _fold_total, _times_times, _steps_up),
+)
 NUMBERS: Mapping[str, Callable[[random.Random], Numbers]] = MappingProxyType(
-    {
-        "plus_minus": _plus_minus,
-        "plus_plus": _plus_plus,
-        "minus_minus": _minus_minus,
-        "times_plus": _times_plus,
-        "times_minus": _times_minus,
-        "minus_times": _minus_times,
-        "plus_times": _plus_times,
-        "rectangle": _rectangle,
-        "divide_plus": _divide_plus,
-        "divide_times": _divide_times,
-        "plus_divide": _plus_divide,
-        "average_of_two": _average_of_two,
-        "average_of_three": _average_of_three,
-        "minus_divide": _minus_divide,
-        "two_products": _two_products,
-        "more_total": _more_total,
-        "fewer_total": _fewer_total,
-        "fold_total": _fold_total,
-        "times_times": _times_times,
-        "steps_up": _steps_up,
-    }
+    {draw.__name__[1:]: draw for draw in _DRAWS}
 )
 """Ways to draw a problem's numbers, each named after its steps."""
 

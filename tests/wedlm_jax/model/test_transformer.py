@@ -1,4 +1,4 @@
-"""The transformer: positions, causality, precision, rematerialisation, tied heads."""
+"""The transformer: positions, causality, precision, rematerialisation, the embedding."""
 
 from functools import partial
 from itertools import pairwise
