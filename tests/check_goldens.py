@@ -69,15 +69,15 @@ def read_decode_cases(checkpoint):
     return json.loads((checkpoint / "decode_cases.json").read_text(encoding="utf-8"))
 
 
-def as_decode_case(golden):
-    return DecodeCase(
-        prompt=golden["prompt_token_ids"],
-        window=golden["window_size"],
+def as_request(golden, number=0):
+    params = SamplingParams(
+        mode="paper",
         max_tokens=golden["max_tokens"],
         entropy_threshold=golden["entropy_threshold"],
         position_penalty=golden["pos_penalty_factor"],
-        stop_token_ids=golden["stop_token_ids"],
+        stop_token_ids=tuple(golden["stop_token_ids"]),
     )
+    return Request(number, golden["prompt_token_ids"], params, golden["window_size"])
 
 
 COUNTS = ("token_ids", "num_forwards", "num_token_instances")
@@ -85,14 +85,13 @@ COUNTS = ("token_ids", "num_forwards", "num_token_instances")
 
 def check_decode(model, goldens):
     """Each case alone, all as one batch of mixed windows, and the traces."""
-    cases = [as_decode_case(golden) for golden in goldens]
-    batch = decode_cases(model, cases)
-    for i, (case, golden) in enumerate(zip(cases, goldens, strict=True)):
+    batch = decode_cases(model, goldens)
+    for i, golden in enumerate(goldens):
         expected = {name: golden[name] for name in COUNTS}
-        yield f"decode[{i}] alone", _differs(decode_cases(model, [case])[0], expected)
+        yield f"decode[{i}] alone", _differs(decode_cases(model, [golden])[0], expected)
         yield f"decode[{i}] in a batch", _differs(batch[i], expected)
         if "trace" in golden:
-            trace = {"trace": decode_trace(model, case)}
+            trace = {"trace": decode_trace(model, golden)}
             yield f"decode[{i}] trace", _differs(trace, {"trace": golden["trace"]})
 
 
@@ -216,6 +215,44 @@ def _differs(ours, theirs):
     return "; ".join(wrong) or None
 
 
+@functools.lru_cache(maxsize=32)
+def _engine(model, window, sequences, chunk_tokens=32):
+    """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
+    sizes = {"max_batch_size": sequences, "chunk_tokens": chunk_tokens}
+    return Engine(model, EngineConfig(window_size=window, lookup=0, **sizes))
+
+
+def decode_cases(model, goldens):
+    """All cases as one batch, each sequence with its own window."""
+    requests = [as_request(golden, i) for i, golden in enumerate(goldens)]
+    engine = _engine(model, max(request.window for request in requests), len(requests))
+    return [dataclasses.asdict(result) for result in engine.decode(requests)]
+
+
+def decode_trace(model, golden):
+    """Forward by forward: the window in physical order and the run that the forward commits."""
+    # The prompt in one chunk: each forward then runs the window.
+    engine = _engine(model, golden["window_size"], 1, chunk_tokens=128)
+    mask = model.config.require_mask_token_id()
+    trace = []
+    engine.step([as_request(golden)], max_forwards=0)
+    while engine.has_work:
+        view = engine.window(0)
+        assert view is not None
+        run = view.tokens.index(None) if None in view.tokens else len(view.tokens)
+        trace.append(
+            {
+                "physical_tokens": [
+                    mask if view.tokens[s] is None else view.tokens[s] for s in view.order
+                ],
+                "logical_positions": [view.start + s for s in view.order],
+                "committed": view.tokens[:run],
+            }
+        )
+        engine.step(max_forwards=1)
+    return trace
+
+
 def main(arguments):
     if len(arguments) != 1:
         print(__doc__)
@@ -235,71 +272,3 @@ def main(arguments):
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeCase:
-    prompt: list[int]
-    window: int
-    max_tokens: int
-    entropy_threshold: float | None = 0.4
-    position_penalty: float = 0.02
-    stop_token_ids: list[int] = dataclasses.field(default_factory=list)
-
-    def sampling(self):
-        return SamplingParams(
-            mode="paper",
-            max_tokens=self.max_tokens,
-            entropy_threshold=self.entropy_threshold,
-            position_penalty=self.position_penalty,
-            stop_token_ids=tuple(self.stop_token_ids),
-        )
-
-    def request(self, number):
-        return Request(number, self.prompt, self.sampling(), self.window)
-
-
-@functools.lru_cache(maxsize=32)
-def _engine(model, window, sequences, refill, chunk_tokens=32):
-    """Kept, because an engine keeps its compiled programs: cases of equal shapes share them."""
-    return Engine(
-        model,
-        EngineConfig(
-            window_size=window,
-            lookup=0,
-            max_batch_size=sequences,
-            refill=refill,
-            chunk_tokens=chunk_tokens,
-        ),
-    )
-
-
-def decode_cases(model, cases, refill="streaming"):
-    """All cases as one batch, each sequence with its own window."""
-    engine = _engine(model, max(case.window for case in cases), len(cases), refill)
-    results = engine.decode([case.request(i) for i, case in enumerate(cases)])
-    return [dataclasses.asdict(result) for result in results]
-
-
-def decode_trace(model, case):
-    """Forward by forward: the window in physical order and the run that the forward commits."""
-    # The prompt in one chunk: each forward then runs the window.
-    engine = _engine(model, case.window, 1, "streaming", chunk_tokens=128)
-    mask = model.config.require_mask_token_id()
-    trace = []
-    engine.step([case.request(0)], max_forwards=0)
-    while engine.has_work:
-        view = engine.window(0)
-        assert view is not None
-        run = view.tokens.index(None) if None in view.tokens else len(view.tokens)
-        trace.append(
-            {
-                "physical_tokens": [
-                    mask if view.tokens[s] is None else view.tokens[s] for s in view.order
-                ],
-                "logical_positions": [view.start + s for s in view.order],
-                "committed": view.tokens[:run],
-            }
-        )
-        engine.step(max_forwards=1)
-    return trace

@@ -14,7 +14,7 @@ from jax._src import compiler
 from tests import check_goldens
 from tests.check_goldens import (
     COUNTS,
-    as_decode_case,
+    as_request,
     check_forward,
     check_train,
     decode_cases,
@@ -74,7 +74,7 @@ def decoder(request, models):
                 window_size=widest, lookup=0, max_batch_size=4, max_model_len=256, chunk_tokens=32
             ),
         )
-        engine.expect([as_decode_case(case).sampling() for case in cases])
+        engine.expect([as_request(case).params for case in cases])
         engine.compile()
     return cases, engine
 
@@ -91,7 +91,7 @@ def test_all_cases_are_here():
 def test_decodes_one_by_one(decoder):
     cases, engine = decoder
     for i, golden in enumerate(cases):
-        (result,) = engine.decode([as_decode_case(golden).request(i)])
+        (result,) = engine.decode([as_request(golden, i)])
         assert {name: getattr(result, name) for name in COUNTS} == counted(golden), f"case {i}"
 
 
@@ -100,7 +100,7 @@ def test_decodes_in_any_order(decoder, seed):
     """Runs in places and pages used before, with prompts in chunks and prefixes from the cache."""
     cases, engine = decoder
     order = np.random.default_rng(seed).permutation(len(cases))
-    results = engine.decode([as_decode_case(cases[i]).request(int(i)) for i in order])
+    results = engine.decode([as_request(cases[i], int(i)) for i in order])
     for result, i in zip(results, order, strict=True):
         assert {name: getattr(result, name) for name in COUNTS} == counted(cases[i]), f"case {i}"
 
@@ -110,7 +110,7 @@ def test_traces(models, name):
     traced = [golden for golden in DECODE_CASES[name] if "trace" in golden]
     assert len(traced) == 3
     for golden in traced:
-        assert decode_trace(models[name], as_decode_case(golden)) == golden["trace"]
+        assert decode_trace(models[name], golden) == golden["trace"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ class TestAsUsersCompile:
     @of_each
     def test_decodes_as_one_mixed_batch(self, models, name):
         cases = DECODE_CASES[name]
-        results = decode_cases(models[name], [as_decode_case(golden) for golden in cases])
+        results = decode_cases(models[name], cases)
         assert [counted(result) for result in results] == [counted(golden) for golden in cases]
 
     @full

@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from tests.reference.training import MaskedSample
+from wedlm_jax.attention import attend
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.masks import CausalMask
@@ -62,6 +63,20 @@ class MatrixMask(CausalMask):
         assert self.matrix is not None
         assert self.matrix.shape == (batch, length, length)
         return self.matrix
+
+
+@jax.jit
+def run_flat(model, tokens, is_mask):
+    """Final hidden states ``[T, D]`` of one text, as decoding runs it: flat tokens, of which those
+    of a mask are told by a flag."""
+
+    def attend_causally(_, __, *qkv):
+        q, k, v = (x[None] for x in qkv)
+        k, v = (x.swapaxes(1, 2) for x in (k, v))
+        return attend(q, k, v, CausalMask(), implementation="dense")[0], None
+
+    places = jnp.arange(len(tokens))
+    return model.run(tokens, places, attend_causally, None, is_mask=is_mask)[0]
 
 
 def random_sample(random, length, prompt=0):

@@ -4,19 +4,13 @@ No cache, no batch, no static shapes: every forward runs the committed text and 
 from the start. Source: WeDLM section 5.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from tests.reference.logit_options import adjusted, left_masked, logprobs
 from tests.reference.sampling import choose_token, entropy, masks_to_fill
 from wedlm_jax.decode.logprobs import TokenLogprob
-
-FullForward = Callable[[Sequence[int], Sequence[int]], np.ndarray]
-"""Token ids and logical positions, both ``[T]`` in physical order, to logits ``[T, V]``."""
 
 
 @dataclasses.dataclass

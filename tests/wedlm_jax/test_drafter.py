@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.training import tiny_transformer
-from wedlm_jax.attention import attend
+from tests.examples.training import run_flat, tiny_transformer
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.drafter import drafter_denominators, drafter_loss, draw_anchors, window_batch
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model.distillation import DISTANCES, distances
 from wedlm_jax.model.lora import LoraConfig, with_adapters
+from wedlm_jax.packing import TokenisedSample, row_arrays
 
 LORA = LoraConfig(rank=3, alpha=6.0, rows="masked")
 LENGTH, WIDTH, COUNT = 32, 4, 5
@@ -24,20 +24,14 @@ SAMPLES = [[(10, 3), (14, 0)], [(30, 12)]]
 
 
 def packed():
-    random = np.random.default_rng(0)
-    shape = len(SAMPLES), LENGTH
-    tokens = random.integers(0, 97, shape)
-    positions, segments = np.zeros(shape, int), np.zeros(shape, int)
-    trainable = np.zeros(shape, bool)
-    for row, samples in enumerate(SAMPLES):
-        start = 0
-        for number, (size, prompt) in enumerate(samples, 1):
-            here = slice(start, start + size)
-            positions[row, here], segments[row, here] = np.arange(size), number
-            trainable[row, start + prompt : start + size] = True
-            start += -(-size // WIDTH) * WIDTH
-    tokens, positions, segments = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
-    return PackedRows(tokens, positions, segments, jnp.asarray(trainable))
+    random, rows = np.random.default_rng(0), []
+    for samples in SAMPLES:
+        drawn = [
+            TokenisedSample(random.integers(0, 97, size), np.arange(size) >= prompt)
+            for size, prompt in samples
+        ]
+        rows.append(row_arrays(drawn, row_length=LENGTH, block_size=WIDTH, pad_token_id=0))
+    return PackedRows(**{name: jnp.stack([row[name] for row in rows]) for name in rows[0]})
 
 
 ROWS = packed()
@@ -59,20 +53,6 @@ def batch(count=COUNT):
     return window_batch(ROWS, jax.vmap(partial(draw_anchors, count=count))(keys, ROWS), WIDTH)
 
 
-@jax.jit
-def alone(model, tokens, is_mask):
-    """Final hidden states ``[T, D]`` of one text and one window behind it, as decoding runs them:
-    flat tokens, those of a mask told by a flag."""
-
-    def attend_causally(_, __, *qkv):
-        q, k, v = (x[None] for x in qkv)
-        k, v = (x.swapaxes(1, 2) for x in (k, v))
-        return attend(q, k, v, CausalMask(), implementation="dense")[0], None
-
-    places = jnp.arange(len(tokens))
-    return model.run(tokens, places, attend_causally, None, is_mask=is_mask)[0]
-
-
 def windows_alone(model, one):
     """For each window ``[n, W, D]`` the hidden states of its masks, and of the text's rows one
     place earlier. What stands behind a window does not matter to it."""
@@ -83,7 +63,7 @@ def windows_alone(model, one):
         known.append(anchor - start)
     tokens, first = jnp.stack(texts), jnp.array(known)[:, None]
     is_mask = jnp.arange(LENGTH) >= first
-    run = jax.vmap(alone, in_axes=(None, 0, 0))
+    run = jax.vmap(run_flat, in_axes=(None, 0, 0))
     at = (first + jnp.arange(WIDTH))[..., None]
 
     def taken(hidden, at):

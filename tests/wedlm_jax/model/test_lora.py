@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.training import tiny_transformer
-from wedlm_jax.attention import attend as attention
+from tests.examples.training import run_flat, tiny_transformer
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model.layer_layout import with_layers_apart
@@ -96,16 +95,8 @@ DRAFTER = LoraConfig(rank=3, alpha=6.0, rows="masked")
 IS_MASK = jnp.array([False, False, True, False, True, True, False, True])
 
 
-@jax.jit
 def flat(model, is_mask):
-    """Causal attention over eight flat tokens."""
-
-    def attend(_, layer, *qkv):
-        q, k, v = (x[None] for x in qkv)
-        k, v = (x.swapaxes(1, 2) for x in (k, v))
-        return attention(q, k, v, CausalMask(), implementation="dense")[0], None
-
-    return model.run(TOKENS[0], jnp.arange(8), attend, None, is_mask=is_mask)[0]
+    return run_flat(model, TOKENS[0], is_mask)
 
 
 @pytest.mark.parametrize("layout", ["stacked", "rows", "columns"])
