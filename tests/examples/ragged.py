@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.reference.ragged import attend_span, cached
 from wedlm_jax.attention.pages import Int8Rows, Spans, to_int8
 from wedlm_jax.attention.ragged import attend_pages, token_places, write_pages
 from wedlm_jax.attention.ragged_xla import make_tiles
@@ -37,6 +38,10 @@ class Example:
     @property
     def num_pages(self):
         return self.pool.shape[0] // LAYERS
+
+    def arguments(self, dtype=jnp.float32):
+        """The same as device arrays, in the order of attention's arguments."""
+        return self.spans, *(jnp.array(x, dtype) for x in (self.pool, self.q, self.k, self.v))
 
     def flat(self, sequence):
         """Which flat tokens are a sequence's."""
@@ -122,3 +127,17 @@ def as_floats(pages):
     if isinstance(pages, Int8Rows):
         return np.array(pages.values, np.float32) * np.array(pages.scales)[..., None]
     return np.array(pages.astype(jnp.float32))
+
+
+def assert_attended(example, out, pages, limit):
+    """Compares every sequence with the reference, which reads the same pages."""
+    out, pool = np.array(out.astype(jnp.float32)), as_floats(pages)
+    dtype = jnp.float32 if isinstance(pages, Int8Rows) else pages.dtype
+    q = np.array(jnp.array(example.q, dtype).astype(jnp.float32))
+    tables = np.array(example.spans.page_table)
+    for i, length in enumerate(np.array(example.spans.kv_lengths)):
+        if length:
+            keys, values = cached(pool, tables[i], length, LAYER, example.num_pages)
+            expected = attend_span(q[example.flat(i)], keys, values, q.shape[-1] ** -0.5)
+            np.testing.assert_allclose(out[example.flat(i)], expected, atol=limit, rtol=limit)
+    assert np.isfinite(out).all()

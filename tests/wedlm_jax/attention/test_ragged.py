@@ -8,29 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples.ragged import LAYER, Example, as_floats, make_example, make_spans, run_xla
+from tests.examples.ragged import (
+    LAYER,
+    Example,
+    assert_attended,
+    make_example,
+    make_spans,
+    run_xla,
+)
 from tests.jaxpr_shapes import shapes_in
-from tests.reference.ragged import attend_span, cached
 from wedlm_jax.attention.ragged_xla import make_tiles
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 3e-2, jnp.int8: 2e-5}
 
 
 def check(example, dtype, **how):
-    """Compares every sequence with the reference, which reads the same pages."""
-    out, pages = run_xla(example, dtype, **how)
-    out, pool = np.array(out.astype(jnp.float32)), as_floats(pages)
-    table, lengths = (np.array(x) for x in (example.spans.page_table, example.spans.kv_lengths))
-    given_dtype = jnp.float32 if dtype == jnp.int8 else dtype
-    q = np.array(jnp.array(example.q, given_dtype).astype(jnp.float32))
-    for i, length in enumerate(lengths):
-        own = example.flat(i)
-        if length:
-            keys, values = cached(pool, table[i], length, LAYER, example.num_pages)
-            expected = attend_span(q[own], keys, values, q.shape[-1] ** -0.5)
-            limit = TOLERANCE[dtype]
-            np.testing.assert_allclose(out[own], expected, atol=limit, rtol=limit)
-    assert np.isfinite(out).all()
+    assert_attended(example, *run_xla(example, dtype, **how), TOLERANCE[dtype])
 
 
 LONGEST, FURTHEST, SEQUENCES = 20, 60, 6

@@ -74,14 +74,10 @@ def forward(spans, pages, q, k, v, *, num_pages):
     return jax.lax.fori_loop(0, LAYERS, layer, (q, pages))
 
 
-def arguments(example):
-    return example.spans, *(jnp.array(x) for x in (example.pool, example.q, example.k, example.v))
-
-
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"data": 2, "tensor": 4}])
 def test_heads_are_cut_over_devices(sizes):
     example = make_example(3, [1, 20, 0, 1], [30, 40, 0, 7], kv_heads=8, padding=2)
-    given = arguments(example)
+    given = example.arguments()
     run = partial(forward, num_pages=example.num_pages)
     expected, expected_pages = jax.jit(run)(*given)
     replicas = sizes.get("data", 1)
@@ -109,7 +105,7 @@ def test_heads_are_cut_over_devices(sizes):
 def test_one_pool_is_updated_in_place(lengths, before):
     example = make_example(3, lengths, before, padding=2, columns=16)
     pool = jnp.zeros((LAYERS * 2048, *example.pool.shape[1:]))
-    spans, _, *qkv = arguments(example)
+    spans, _, *qkv = example.arguments()
     step = jax.jit(partial(forward, num_pages=2048), donate_argnums=1)
     compiled = step.lower(spans, pool, *qkv).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < pool.nbytes / 4

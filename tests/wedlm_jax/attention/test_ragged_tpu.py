@@ -11,8 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.examples.decode import TINY
-from tests.examples.ragged import LAYER, make_example
-from tests.reference.ragged import attend_span, cached
+from tests.examples.ragged import LAYER, assert_attended, make_example
 from tests.tpu_interpreter import interpreted_kernel
 from wedlm_jax.attention.ragged import attend_pages, attention_plan, token_places, write_pages
 from wedlm_jax.engine import settings
@@ -57,21 +56,8 @@ def run(spans, pool, q, k, v, *, num_pages):
     return attend_pages(q, pages, plan, LAYER, num_pages), pages
 
 
-def arguments(example, dtype=jnp.float32):
-    arrays = (example.pool, example.q, example.k, example.v)
-    return example.spans, *(jnp.array(x, dtype) for x in arrays)
-
-
 def check(example, out, pages, limit):
-    """Compares every sequence with the reference, which reads the same pages."""
-    out, pool = (np.array(x.astype(jnp.float32)) for x in (out, pages))
-    q = np.array(jnp.array(example.q, pages.dtype).astype(jnp.float32))
-    for i, length in enumerate(np.array(example.spans.kv_lengths)):
-        table, own = np.array(example.spans.page_table)[i], example.flat(i)
-        keys, values = cached(pool, table, length, LAYER, NUM_PAGES)
-        if length:
-            expected = attend_span(q[own], keys, values, q.shape[-1] ** -0.5)
-            np.testing.assert_allclose(out[own], expected, atol=limit, rtol=limit)
+    assert_attended(example, out, pages, limit)
     np.testing.assert_array_equal(out[int(example.spans.query_starts[-1]) :], 0)
 
 
@@ -89,7 +75,7 @@ def test_spans_attend_to_what_they_see(dtype):
         [(1, 0), (1, 63), (1, 64), (0, 0), (1, 180)],
     ):
         example = example_of(spans)
-        check(example, *run(*arguments(example, dtype), num_pages=NUM_PAGES), TOLERANCE[dtype])
+        check(example, *run(*example.arguments(dtype), num_pages=NUM_PAGES), TOLERANCE[dtype])
 
 
 @pytest.mark.usefixtures("kernel")
@@ -101,7 +87,7 @@ def test_heads_are_cut_over_devices():
     with jax.set_mesh(mesh):
         placed = [
             jax.device_put(part, NamedSharding(mesh, spec))
-            for part, spec in zip(arguments(example), specs, strict=True)
+            for part, spec in zip(example.arguments(), specs, strict=True)
         ]
         of_replica = partial(run, num_pages=NUM_PAGES)
         check(example, *jax.jit(on_replicas(of_replica, whole=()))(*placed), 2e-5)
