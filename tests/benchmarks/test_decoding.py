@@ -40,8 +40,10 @@ def subject(checkpoint):
     return load_subject({"model": str(checkpoint), "dtype": "float32"})
 
 
-def figures(path):
-    result = json.loads(path.read_text(encoding="utf-8"))
+def measured(benchmark, folder, arguments):
+    output = folder / "figures.json"
+    assert benchmark.main([*arguments.split(), "--output", str(output)]) == 0
+    result = json.loads(output.read_text(encoding="utf-8"))
     assert result.pop("machine")["jax"] == jax.__version__
     return result
 
@@ -62,11 +64,9 @@ def test_a_forward_is_compared_with_its_products(checkpoint, questions, tmp_path
     monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_ONE", 4)
     monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_MANY", 2)
     monkeypatch.setattr(benchmarks.floor, "PROMPTS", 2)
-    output = tmp_path / "floor.json"
     arguments = f"--model {checkpoint} --questions {questions} --batch-size 1 2 "
-    arguments += f"--window-size 0 2 --mode verified --passes 2 --output {output}"
-    assert benchmarks.floor.main(arguments.split()) == 0
-    read = figures(output)
+    arguments += "--window-size 0 2 --mode verified --passes 2"
+    read = measured(benchmarks.floor, tmp_path, arguments)
     costs = read["floor"]
     assert [(cost["way"], cost["sequences"]) for cost in costs] == [
         ("AR", 1),
@@ -112,11 +112,9 @@ def test_the_products_are_those_of_the_layers(subject):
 def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.gaps, "SHORTEST", 0.0)
     monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward a burst
-    output = tmp_path / "gaps.json"
     arguments = f"--model {checkpoint} --questions {questions} --batch-size 2 "
-    arguments += f"--window-size 0 --passes 1 --output {output}"
-    assert benchmarks.gaps.main(arguments.split()) == 0
-    long, ahead, by_turns = figures(output)["gaps"]
+    arguments += "--window-size 0 --passes 1"
+    long, ahead, by_turns = measured(benchmarks.gaps, tmp_path, arguments)["gaps"]
     assert [gap["way"] for gap in (long, ahead, by_turns)] == [
         f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns")
     ]
@@ -131,11 +129,8 @@ def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_pages_and_memory(checkpoint, questions, tmp_path):
-    output = tmp_path / "pages.json"
-    arguments = f"--model {checkpoint} --questions {questions} --batch-size 4 "
-    arguments += f"--window-size 0 --output {output}"
-    assert benchmarks.pages.main(arguments.split()) == 0
-    (use,) = figures(output)["pages"]
+    arguments = f"--model {checkpoint} --questions {questions} --batch-size 4 --window-size 0"
+    (use,) = measured(benchmarks.pages, tmp_path, arguments)["pages"]
     assert use["rectangles"] == 1
     assert 0 < use["held"] <= use["with spans"] <= 1
     assert 0 < use["useful"] <= 1
@@ -148,10 +143,7 @@ def test_a_long_prompt(tmp_path, monkeypatch):
     small = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1, vocab_size=64)
     monkeypatch.setitem(SHAPES, "embedded", small)
     monkeypatch.setattr(benchmarks.chunks, "QUIET_FORWARDS", 4)
-    output = tmp_path / "chunks.json"
-    arguments = f"--prompt-tokens 3072 --passes 1 --output {output}"
-    assert benchmarks.chunks.main(arguments.split()) == 0
-    (cost,) = figures(output)["chunks"]
+    (cost,) = measured(benchmarks.chunks, tmp_path, "--prompt-tokens 3072 --passes 1")["chunks"]
     assert cost["its first 1,024 tokens, alone, ms"] > 0
     assert cost["bursts without a token for one of them"] == 0
     assert cost["tokens a forward beside others"] <= 32
@@ -183,10 +175,9 @@ def test_a_shape_without_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.floor, "RANDOM_CONTEXT", 128)
     monkeypatch.setattr(benchmarks.floor, "RANDOM_TOKENS", 16)
     monkeypatch.setattr(benchmarks.floor, "PROMPTS", 1)
-    output = tmp_path / "shape.json"
-    arguments = f"--shape qwen3-0.6b --batch-size 1 --window-size 0 --passes 1 --output {output}"
-    assert benchmarks.floor.main(arguments.split()) == 0
-    assert [cost["tokens"] for cost in figures(output)["floor"]] == [[1.0]]
+    arguments = "--shape qwen3-0.6b --batch-size 1 --window-size 0 --passes 1"
+    (cost,) = measured(benchmarks.floor, tmp_path, arguments)["floor"]
+    assert cost["tokens"] == [1.0]
 
 
 @pytest.mark.parametrize(
