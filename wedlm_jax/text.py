@@ -75,7 +75,7 @@ class TextCodec:
         self.tokenizer, self.variables = tokenizer, variables or {}
         self.trust_special_tokens = trust_special_tokens
         self._typed = TypedTokens(tokenizer)
-        self._incomplete_ids = list(tokenizer(INCOMPLETE, add_special_tokens=False)["input_ids"])
+        self._incomplete_ids = self.encode(INCOMPLETE, special_tokens=False)
 
     @classmethod
     def load(
@@ -135,13 +135,15 @@ class TextCodec:
         eos, template = self.tokenizer.eos_token, getattr(self.tokenizer, "chat_template", None)
         return str(eos) if eos and template and str(eos) in str(template) else None
 
-    def encode(self, text: str) -> list[int]:
-        """Returns the token ids of a text, with the special tokens that the tokenizer adds.
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text, by default with the special tokens that the tokenizer
+        adds.
 
         Raises:
           InputError: the text is not valid Unicode.
         """
-        return self._encode(text)
+        _check_unicode(text)
+        return list(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
     def encode_rendered(self, text: str) -> list[int]:
         """Returns the token ids of a text from `render_chat` or `render_prompt`, or of a part of
@@ -153,20 +155,13 @@ class TextCodec:
         if MARK in text and not self.trust_special_tokens:
             _check_unicode(text)
             return self._typed.encode(text)
-        return self._encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, **options: Any) -> list[int]:
-        _check_unicode(text)
-        return list(self.tokenizer(text, **options)["input_ids"])
+        return self.encode(text, special_tokens=False)
 
     def spellings(self, text: str) -> list[tuple[int, ...]]:
         """Returns the token ids of a word at the start of a text, and after a space."""
-        word = text.lstrip()
-        found = (
-            tuple(self.tokenizer(form, add_special_tokens=False)["input_ids"])
-            for form in (word, f" {word}")
-        )
-        return list(dict.fromkeys(ids for ids in found if ids))
+        forms = (text.lstrip(), f" {text.lstrip()}")
+        found = (tuple(self.encode(form, special_tokens=False)) for form in forms)
+        return list(dict.fromkeys(filter(None, found)))
 
     def encode_chat(
         self, messages: Messages, variables: Mapping[str, Any] | None = None
@@ -257,7 +252,7 @@ class TextCodec:
         if token_id not in self.token_ids:
             return b""
         if (added := self._added.get(token_id)) is not None:
-            return added.encode()
+            return str(added.content).encode()
         token = str(self.tokenizer.convert_ids_to_tokens(token_id))
         if self._is_byte_level and all(letter in BYTES for letter in token):
             return bytes(BYTES[letter] for letter in token)
@@ -269,14 +264,13 @@ class TextCodec:
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids of special tokens, which `decode` drops."""
-        added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        flagged = {int(token_id) for token_id, token in added.items() if token.special}
+        flagged = {token_id for token_id, token in self._added.items() if token.special}
         return frozenset(flagged.union(self.tokenizer.all_special_ids))
 
     @functools.cached_property
-    def _added(self) -> dict[int, str]:
+    def _added(self) -> dict[int, Any]:
         found = getattr(self.tokenizer, "added_tokens_decoder", {})
-        return {int(token_id): str(token.content) for token_id, token in found.items()}
+        return {int(token_id): token for token_id, token in found.items()}
 
     @functools.cached_property
     def _is_byte_level(self) -> bool:
