@@ -11,6 +11,7 @@ VOCAB_SIZE = 300
 CONTEXT = 320
 EOS, MASK = SPECIAL_TOKENS.index("<|im_end|>"), SPECIAL_TOKENS.index("<|mask|>")
 
+PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
 TEXTS = ["the cat sat on the mat", "one two three four", "日本語 naïve café", "12 + 30 = 42"]
 
 

@@ -1,17 +1,16 @@
 """One `LLM` used by several threads: each gets the answers that it gets alone."""
 
-import dataclasses
 import gc
 import threading
 import time
 
 import pytest
 
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
+from tests.examples.decode import as_if_first
+from tests.examples.tiny_checkpoint import PROMPTS, write_tiny_checkpoint
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
-PROMPTS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
 PARAMS = [
     SamplingParams(max_tokens=24, temperature=1.0, seed=3, ignore_eos=True),
     SamplingParams(mode="paper", max_tokens=24, logprobs=1, ignore_eos=True),
@@ -35,14 +34,14 @@ def llm(tmp_path_factory):
     return llm
 
 
-def cold(completion):
-    return dataclasses.replace(completion, num_cached_tokens=0)
+def answers(llm, prompts, params):
+    return [as_if_first(one) for one in llm.generate(prompts, params)]
 
 
 @pytest.fixture(scope="module")
 def expected(llm):
     """Of all prompts, with each of the parameters."""
-    return [[cold(one) for one in llm.generate(PROMPTS, params)] for params in PARAMS]
+    return [answers(llm, PROMPTS, params) for params in PARAMS]
 
 
 def assert_idle(llm):
@@ -83,14 +82,14 @@ def test_threads_that_generate_stream_and_score_at_once(llm, expected):
     scored = llm.score(ids, whole[0])
 
     def generated(number):
-        return [[cold(one) for one in llm.generate(PROMPTS, PARAMS[number])] for _ in range(3)]
+        return [answers(llm, PROMPTS, PARAMS[number]) for _ in range(3)]
 
     def streamed(number):
         found = []
         for prompt in PROMPTS:
             chunks = list(llm.stream(prompt, PARAMS[number]))
             assert "".join(chunk.text for chunk in chunks) == chunks[-1].completion.text
-            found.append(cold(chunks[-1].completion))
+            found.append(as_if_first(chunks[-1].completion))
         return found
 
     def score():
@@ -115,11 +114,11 @@ def test_threads_that_generate_stream_and_score_at_once(llm, expected):
 def test_a_stream_that_nobody_reads_holds_up_nobody(llm, expected):
     left = llm.stream(PROMPTS[0], PARAMS[0])
     first = next(left)
-    (found,) = together([lambda: [cold(one) for one in llm.generate(PROMPTS, PARAMS[1])]])
+    (found,) = together([lambda: answers(llm, PROMPTS, PARAMS[1])])
     assert found == expected[1]
     # It goes on where it was, in another thread, or is closed there.
     (rest,) = together([lambda: list(left)])
-    assert cold([first, *rest][-1].completion) == expected[0][0]
+    assert as_if_first([first, *rest][-1].completion) == expected[0][0]
     left = llm.stream(PROMPTS[0], PARAMS[0])
     next(left)
     together([left.close])
@@ -139,7 +138,7 @@ def test_a_stream_may_be_collected_within_a_step(llm, expected, monkeypatch):
         return step(*arguments, **options)
 
     monkeypatch.setattr(llm.engine, "step", collecting)
-    (found,) = together([lambda: [cold(one) for one in llm.generate(PROMPTS[:2], PARAMS[1])]])
+    (found,) = together([lambda: answers(llm, PROMPTS[:2], PARAMS[1])])
     assert found == expected[1][:2]
     assert_idle(llm)
 
@@ -160,4 +159,4 @@ def test_an_engine_that_fails_tells_all_and_begins_anew(llm, expected, monkeypat
     with pytest.raises(RuntimeError, match="lost"):
         list(other)
     assert_idle(llm)
-    assert [cold(one) for one in llm.generate(PROMPTS, PARAMS[0])] == expected[0]
+    assert answers(llm, PROMPTS, PARAMS[0]) == expected[0]
