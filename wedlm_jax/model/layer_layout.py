@@ -26,9 +26,7 @@ def are_stacked(model: Transformer) -> bool:
     return not isinstance(model.layers, nnx.List)
 
 
-def with_layers_apart(
-    model: Transformer, *, columns: bool | None = None, consume: bool = False
-) -> Transformer:
+def with_layers_apart(model: Transformer, *, columns: bool | None = None) -> Transformer:
     """Converts a model with stacked layers into one whose layers are apart.
 
     Works under `jax.jit`, `jax.eval_shape` and on a mesh, and with quantized matrices.
@@ -36,8 +34,6 @@ def with_layers_apart(
     Args:
       model: returned unchanged if its layers are apart already.
       columns: passed to `Transformer`.
-      consume: delete each stacked array as soon as its layers are extracted, so that at most one
-        parameter is in memory twice. ``model`` cannot be used afterwards.
     """
     if not are_stacked(model):
         return model
@@ -47,12 +43,7 @@ def with_layers_apart(
             state[path] = parameter
             continue
         leaves, structure = jax.tree.flatten(parameter)
-        cut = [_cut(leaf) for leaf in leaves]
-        if consume:
-            jax.block_until_ready(cut)
-            for leaf in leaves:
-                leaf.delete()
-        for number, parts in enumerate(zip(*cut, strict=True)):
+        for number, parts in enumerate(zip(*map(_cut, leaves), strict=True)):
             state["layers", number, *path[1:]] = jax.tree.unflatten(structure, parts)
 
     def made() -> Transformer:

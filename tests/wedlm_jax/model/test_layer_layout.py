@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.training import TINY, tiny_transformer
+from tests.examples.training import TINY
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import are_stacked, with_layers_apart
@@ -73,15 +73,6 @@ def test_rounded_matrices_move_along(columns):
     stacked, apart = models(TINY, columns)
     moved = with_layers_apart(quantize_weights(stacked), columns=columns)
     assert_same_leaves(moved, quantize_weights(apart))
-
-
-@both_ways
-def test_what_is_consumed_is_let_go(columns):
-    stacked, expected = tiny_transformer(), models(TINY, columns)[1]
-    before = jax.tree.leaves(nnx.state(stacked.layers))
-    apart = with_layers_apart(stacked, columns=columns, consume=True)
-    assert all(x.is_deleted() for x in before)
-    assert_same_leaves(apart, expected)
 
 
 @both_ways
