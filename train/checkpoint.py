@@ -1,4 +1,5 @@
-"""Training checkpoints: a `TrainState` as the flat dictionary that orbax writes.
+"""Training checkpoints: a `TrainState` as the flat dictionary that orbax writes, in the background,
+whole or not at all.
 
 Parameters that a run does not train are left out: they never change, and may be most of the model.
 
@@ -8,24 +9,37 @@ detected when it is read and not some thousand steps later.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import itertools
+import json
+import logging
 import math
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
 from jax import Array
 
 from train.step import TrainState
 from wedlm_jax.checkpoint.orbax import (
+    COMMITTED,
     DamagedCheckpoint,
-    OtherState,
-    StepFolders,
-    check_state,
-    restore_state,
+    array_headers,
+    late_reports_unheard,
+    quiet,
+    read_orbax,
+    step_tree,
+    whole_steps,
 )
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.processes import (
@@ -37,22 +51,31 @@ from wedlm_jax.host.processes import (
     text_of_first,
     texts_of_all,
 )
+from wedlm_jax.host.storage import absolute, asked_again, file_sizes, is_remote, move_tree, told
 
 CHECKSUMS = "checksums"
+DAMAGED = ".damaged"
+"""In the name of a state that was set aside."""
 PAUSES_S = (5.0, 30.0)
 """Pauses before the second and the third consecutive attempt to write a state. A bucket's client
 retries several times within each attempt."""
 
 
+class OtherState(InputError):
+    """A state is of another model or optimizer."""
+
+
 class Checkpoints:
-    """Saves and restores the states of a run.
+    """Saves and restores the states of a run. All processes of the run call each method, and write
+    and read their own shards.
 
     Args:
-      folder: the folder of the states.
+      folder: the folder of the states; made if absent.
       keep: how many of the newest states to keep.
       keep_every: also keep each state whose step is a multiple of this; 0 for none.
       timeout: seconds within which a state must be written.
-      states: the steps of existing states, from `train.agreement.agree`; by default those found.
+      states: the steps of existing states, the same in all processes, from `train.agreement.agree`;
+        by default those that process 0 finds.
     """
 
     def __init__(
@@ -64,12 +87,19 @@ class Checkpoints:
         states: Sequence[int] | None = None,
     ):
         self._folder, self._keep, self._keep_every = folder, keep, keep_every
-        self._folders = StepFolders(folder, keep, keep_every, timeout, states)
-        self._under_way, self._failed, self._pause = False, 0, 0.0
+        self._timeout = timeout
+        if states is None:
+            states = json.loads(text_of_first(json.dumps(whole_steps(folder))))
+        self._states = sorted(states)
+        self._meetings = SaveMeetings()
+        self._manager: ocp.CheckpointManager | None = None
+        self._silence = contextlib.ExitStack()
+        self._under_way, self._refused, self._failed, self._pause = False, "", 0, 0.0
 
     def steps(self) -> list[int]:
         """Lists the steps whose states were written completely, newest first."""
-        return self._folders.steps()
+        found = self._states if self._manager is None else self._manager.all_steps()
+        return sorted(found, reverse=True)
 
     def kept(self, every: int) -> str:
         """Describes which states are kept if a run writes one at these intervals."""
@@ -83,7 +113,7 @@ class Checkpoints:
         return text
 
     def save(self, state: TrainState, *, whole: bool = False) -> None:
-        """Starts to write a state, unless its step exists already. All processes call this.
+        """Starts to write a state, unless its step exists already.
 
         Args:
           whole: return only when it is written, after as many attempts as it takes.
@@ -103,38 +133,103 @@ class Checkpoints:
         Raises:
           StorageFailure: as in `save`.
         """
-        if not self._under_way or not jax_processes().all_true(not self._folders.saving):
+        if not self._under_way:
+            return False
+        saving = self._manager is not None and self._manager.is_saving_in_progress()
+        if not jax_processes().all_true(not saving):
             return False
         return not self._settled()
 
     def _start(self, state: TrainState) -> None:
+        """Begins to write a state; returns when its arrays may be overwritten."""
         step = int(state.step)
-        if step not in self._folders.steps():
-            time.sleep(self._pause)
-            arrays = _as_dict(state)
-            self._folders.save(step, arrays | {CHECKSUMS: checksums(arrays)})
-            self._under_way = True
+        if step in self.steps():
+            return
+        time.sleep(self._pause)
+        arrays = _as_dict(state)
+        arrays |= {CHECKSUMS: checksums(arrays)}
+        self._meetings.begin(step)
+        # Orbax's threads would wait for minutes for a folder that could not be made.
+        refusal = text_of_first(self._refusal() if is_first() else "")
+        self._refused = self._meetings.sentence({0: refusal}) if refusal else ""
+        if not refusal:
+            self._opened().save(step, args=ocp.args.StandardSave(arrays), force=True)
+        self._under_way = True
+
+    def _refusal(self) -> str:
+        """Makes the folder, writes a file beside the states; returns the storage's error, or
+        none."""
+        path = self._folder / ".writable"
+        try:
+            with contextlib.suppress(FileExistsError):  # what is there instead, the next line tells
+                self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"")
+            path.unlink()
+        except Exception as error:
+            # A bucket's client has errors of many types.
+            return told(error)
+        return ""
 
     def _settled(self) -> bool:
         """Waits until no state is being written; returns whether the last one was written."""
         if not self._under_way:
             return True
         self._under_way = False
+        failure = self._refused or self._failure()
+        if not failure:
+            self._failed, self._pause = 0, 0.0
+            return True
+        self._failed += 1
+        attempts = len(PAUSES_S) + 1
+        if self._failed == attempts:
+            raise StorageFailure(
+                f"{self._folder}: {failure}, the last of {attempts} attempts; the same command "
+                "goes on from the newest whole state"
+            )
+        self._pause = PAUSES_S[self._failed - 1]
+        say(f"{failure}; attempt {self._failed + 1} of {attempts} in {self._pause:g} s")
+        return False
+
+    def _failure(self) -> str:
+        """Waits until the state under way is written; returns why it was not, or an empty text: in
+        every process, when one of them could not write it."""
+        assert self._manager is not None
         try:
-            self._folders.finish()
-        except StorageFailure as failure:
-            self._failed += 1
-            attempts = len(PAUSES_S) + 1
-            if self._failed == attempts:
-                raise StorageFailure(
-                    f"{self._folder}: {failure}, the last of {attempts} attempts; the same command "
-                    "goes on from the newest whole state"
-                ) from None
-            self._pause = PAUSES_S[self._failed - 1]
-            say(f"{failure}; attempt {self._failed + 1} of {attempts} in {self._pause:g} s")
-            return False
-        self._failed, self._pause = 0, 0.0
-        return True
+            self._manager.wait_until_finished()
+        except Exception as error:
+            # Where the manager's own thread failed, the one that writes arrays may still run, and
+            # would raise its error in the next save.
+            with contextlib.suppress(Exception):
+                self._manager._checkpointer.wait_until_finished()
+            return self._meetings.note(error)
+        return ""
+
+    def _opened(self) -> ocp.CheckpointManager:
+        """Returns orbax's manager, made when the first state is written. It is never asked what it
+        lists by itself, since each process would list for itself."""
+        if self._manager is not None:
+            return self._manager
+        # Its background threads log their errors, for which `_settled` has one sentence.
+        self._silence.enter_context(late_reports_unheard())
+        logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
+        self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
+        options = ocp.CheckpointManagerOptions(
+            step_name_format=_ListedSteps(self._states),
+            max_to_keep=self._keep,
+            keep_period=self._keep_every or None,
+            create=False,
+            async_options=ocp.options.AsyncOptions(
+                timeout_secs=self._timeout, barrier_sync_fn=self._meetings
+            ),
+            # Without, one process asks the storage something while the others wait for it on the
+            # devices, where they cannot be told that it failed. The background looks, too.
+            file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
+            # It would read of every state when it was written, each process by itself.
+            lightweight_initialize=True,
+        )
+        with quiet():
+            self._manager = ocp.CheckpointManager(absolute(self._folder), options=options)
+        return self._manager
 
     def restore(self, like: TrainState, say: Callable[[str], None] = print) -> TrainState | None:
         """Returns the newest whole state, with shapes and shardings as in ``like`` but without
@@ -150,7 +245,7 @@ class Checkpoints:
           StorageFailure: in all processes, if one of them cannot read it now, or does not see the
             files that the others see.
         """
-        steps = self._folders.steps()
+        steps = self.steps()
         for step in steps:
             try:
                 return self._read(step, like)
@@ -164,8 +259,8 @@ class Checkpoints:
                 return self._read(step, like)
             except DamagedCheckpoint as damage:
                 say(f"{damage}; it is set aside, and the state before it is tried")
-            self._folders.set_aside(step)
-        if steps or self._folders.any_set_aside():
+            self._set_aside(step)
+        if steps or self._any_set_aside():
             raise InputError(
                 f"{self._folder}: every state is damaged; nothing can be resumed, and a run that "
                 "is to start over needs another output"
@@ -180,7 +275,7 @@ class Checkpoints:
         """
         deadline = time.monotonic() + SEEN_WITHIN_S
         while True:
-            seen = texts_of_all(self._folders.files(step))
+            seen = texts_of_all(self._files(step))
             other = next((i for i, files in enumerate(seen) if files != seen[0]), None)
             late = text_of_first("late" if time.monotonic() > deadline else "")
             if other is None:
@@ -199,13 +294,145 @@ class Checkpoints:
         except OtherState as other:
             raise InputError(f"{other}, so give the run a folder of its own") from None
 
+    def _files(self, step: int) -> str:
+        """Describes the files of a state that this process sees, and their sizes."""
+        folder = self._folder / str(step)
+        found = sorted(asked_again(folder, lambda: file_sizes(folder)).items())
+        digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:8]
+        return f"{len(found)} files of {sum(size for _, size in found):,} bytes ({digest})"
+
+    def _set_aside(self, step: int) -> None:
+        """Renames a state, so that it counts no more and its step can be written again."""
+        assert self._manager is None
+        folder, failure = self._folder / str(step), ""
+        if is_first():
+            try:
+                suffixes = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
+                places = (folder.with_name(f"{step}{DAMAGED}{suffix}") for suffix in suffixes)
+                place = next(place for place in places if not place.exists())
+                if is_remote(folder):
+                    move_tree(folder, place, COMMITTED)
+                else:
+                    folder.rename(place)
+            except Exception as error:
+                failure = f"{folder}: cannot be renamed ({told(error)})"
+        fail_together(failure)
+        self._states.remove(step)
+
+    def _any_set_aside(self) -> bool:
+        """Returns whether process 0 sees a state that was set aside, by this run or an earlier
+        attempt at it."""
+        return bool(text_of_first("yes" if any(self._folder.glob(f"*{DAMAGED}*")) else ""))
+
     def close(self) -> None:
-        self._folders.close()
+        """Waits until everything is on disk.
+
+        Raises:
+          StorageFailure: in every process, when one of them could not write the last state.
+        """
+        if self._manager is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise StorageFailure(self._meetings.note(error)) from None
+        finally:
+            self._manager.close()
+            self._silence.close()
+
+
+class SaveMeetings:
+    """Orbax's `AsyncOptions.barrier_sync_fn`: processes wait for one another, and when one of them
+    has failed all raise.
+
+    Orbax writes in background threads, which wait for those of the other processes when they have
+    written, and again when the state counts. In a process whose write failed the thread ends, and
+    the others would wait for it until the time is up. But as it ends it asks for one more wait,
+    with its error in flight. So every process has one sequence of meetings per state here, whatever
+    orbax calls them: one that failed says so, and comes to the meeting where the others are.
+    """
+
+    def __init__(self) -> None:
+        self._processes = jax_processes()
+        several = self._processes.count > 1
+        self._client: Any = ocp.multihost.get_jax_distributed_client() if several else None
+        self._name = text_of_first(uuid.uuid4().hex)
+        self._state, self._met, self._step = 0, 0, 0
+        self._starter = 0
+        self._one_at_a_time = threading.Lock()
+        self.failure = ""
+
+    def begin(self, step: int) -> None:
+        """Begins the next state. Every process calls this, in the thread that starts to write."""
+        self._state, self._met, self._step, self.failure = self._state + 1, 0, step, ""
+        self._starter = threading.get_ident()
+
+    def note(self, error: BaseException) -> str:
+        """Returns why the state failed: what a process has reported, or the error of this one."""
+        self.failure = self.failure or self.sentence({self._processes.index: told(error)})
+        return self.failure
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        if self._processes.count == 1:
+            return
+        # The thread that starts to write may itself handle an error, of something else.
+        starts = threading.get_ident() == self._starter
+        error = None if starts else sys.exception()
+        place = f"wedlm/{self._name}/{self._state}"
+        if error is not None and not self.failure:
+            self._client.key_value_set(f"{place}/failed/{self._processes.index}", told(error), True)
+        with self._one_at_a_time:
+            if not self.failure:
+                self._meet(place, timeout_ms)
+        if self.failure and error is None:
+            raise StorageFailure(self.failure)
+
+    def _meet(self, place: str, timeout_ms: int) -> None:
+        self._met += 1
+        try:
+            self._client.wait_at_barrier(f"{place}/{self._met}", timeout_ms)
+        except jax.errors.JaxRuntimeError as error:
+            self.note(error)
+            return
+        failed = self._client.key_value_dir_get(f"{place}/failed/")
+        if failed:
+            self.failure = self.sentence({int(name.split("/")[-1]): said for name, said in failed})
+
+    def sentence(self, failed: dict[int, str]) -> str:
+        """Returns the message about a state: what the storage said to each process that failed."""
+        count = self._processes.count
+        reasons = [
+            f"host {index} of {count}: {said}" if count > 1 else said
+            for index, said in sorted(failed.items())
+        ]
+        return f"the state of step {self._step} could not be written ({'; '.join(reasons)})"
+
+
+class _ListedSteps:
+    """Lists a run's states for orbax: those that the processes agreed on. A listing by each of them
+    may be out of date."""
+
+    def __init__(self, steps: Sequence[int]):
+        self._steps = tuple(steps)
+
+    def build_name(self, step: int) -> str:
+        return str(step)
+
+    def find_all(self, base_path: Any) -> Iterator[ocp.path.step.Metadata]:
+        return (self.find_step(base_path, step) for step in self._steps)
+
+    def find_step(self, base_path: Any, step: int) -> ocp.path.step.Metadata:
+        return ocp.path.step.Metadata(step=step, path=epath.Path(base_path) / str(step))
+
+
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def read_state(folder: Path, like: TrainState) -> TrainState:
     """Reads the state in a folder, with shapes and shardings as in ``like`` but without frozen
-    parameters. All processes call this; nothing is written there.
+    parameters. All processes call this, and none waits for the others while it reads; nothing is
+    written there.
 
     Raises:
       DamagedCheckpoint: in all processes, if one of them cannot read what was written.
@@ -213,21 +440,14 @@ def read_state(folder: Path, like: TrainState) -> TrainState:
       StorageFailure: as in `Checkpoints.restore`.
     """
     arrays = _as_dict(like)
-    expected = jnp.zeros((len(arrays),), jnp.uint32)
-    damage = failure = refusal = ""
-    restored = None
+    failures = dict.fromkeys((StorageFailure, OtherState, DamagedCheckpoint), "")
+    restored: dict[str, Array] = {}
     try:
-        restored = restore_state(folder, arrays | {CHECKSUMS: expected})
-    except DamagedCheckpoint as error:
-        damage = str(error)
-    except StorageFailure as error:
-        failure = str(error)
-    except InputError as error:
-        refusal = str(error)
-    fail_together(failure)
-    fail_together(refusal, OtherState)
-    fail_together(damage, DamagedCheckpoint)
-    assert restored is not None
+        restored = _restored(folder, arrays | {CHECKSUMS: jnp.zeros((len(arrays),), jnp.uint32)})
+    except (InputError, StorageFailure) as error:
+        failures[type(error) if type(error) in failures else OtherState] = str(error)
+    for kind, failure in failures.items():
+        fail_together(failure, kind)
     expected = restored.pop(CHECKSUMS)
     wrong = jax.device_get(checksums(restored) != expected)
     if wrong.any():
@@ -237,6 +457,18 @@ def read_state(folder: Path, like: TrainState) -> TrainState:
     return jax.tree.unflatten(structure, [restored[name] for name in sorted(restored)])
 
 
+def _restored(step_folder: Path, like: dict[str, Array]) -> dict[str, Array]:
+    """Reads a state's arrays, with the shapes, dtypes and placement of ``like``."""
+    folder = step_tree(step_folder)
+    _check_arrays(folder, like)
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    # Not by the manager, which makes processes wait for one that has failed.
+    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
+        arguments = ocp.args.StandardRestore(target)
+        path = epath.Path(absolute(folder))
+        return read_orbax(folder, lambda: handler.restore(path, args=arguments))
+
+
 def check_readable(folder: Path, like: TrainState) -> None:
     """Refuses a state of another model or optimizer, going by its headers.
 
@@ -244,7 +476,30 @@ def check_readable(folder: Path, like: TrainState) -> None:
       OtherState: its arrays differ from those of ``like``, which may be shapes.
     """
     arrays = _as_dict(like)
-    check_state(folder, arrays | {CHECKSUMS: jax.ShapeDtypeStruct((len(arrays),), jnp.uint32)})
+    sums = jax.ShapeDtypeStruct((len(arrays),), jnp.uint32)
+    _check_arrays(step_tree(folder), arrays | {CHECKSUMS: sums})
+
+
+def _check_arrays(folder: Path, like: Mapping[str, Any]) -> None:
+    """Compares the arrays of a state with those expected, by their headers."""
+    # Orbax would only say that a shape is not compatible.
+    found = array_headers(folder)
+    if found.keys() != like.keys():
+        raise OtherState(
+            f"{folder}: a state of {len(found)} arrays where this recipe has {len(like)}; it is "
+            "of another model or optimizer"
+        )
+    for name, leaf in like.items():
+        if found[name].shape != leaf.shape:
+            raise OtherState(
+                f"{folder}: array {name} has shape {list(found[name].shape)} where this recipe has "
+                f"{list(leaf.shape)}; it is of another model"
+            )
+        if found[name].dtype != leaf.dtype:
+            raise OtherState(
+                f"{folder}: array {name} is {found[name].dtype.name} where this recipe has "
+                f"{leaf.dtype.name}; it is of another optimizer.first_moment_dtype"
+            )
 
 
 @jax.jit

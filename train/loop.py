@@ -48,7 +48,7 @@ from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint import RUN_BASE, RUN_DRAFTER, RUN_STATES
 from wedlm_jax.checkpoint.adapters import save_drafter
 from wedlm_jax.checkpoint.model import save_checkpoint
-from wedlm_jax.checkpoint.orbax_model import describe_run, is_described
+from wedlm_jax.checkpoint.orbax import describe_run, is_described
 from wedlm_jax.errors import TERMINATED, CompilingInterrupted, StorageFailure
 from wedlm_jax.host.processes import is_first, jax_processes, say, text_of_first
 from wedlm_jax.host.progress import saying_once

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from omegaconf import OmegaConf
 
-from train.checkpoint import check_readable
+from train.checkpoint import OtherState, check_readable
 from train.data.manifest import read_manifest
 from train.optimizer import schedule_of
 from train.program import TrainProgram
@@ -38,7 +38,7 @@ from train.recipe.skipped_batches import SkippedBatches
 from train.run_files import CONFIG
 from train.watch.records import INTERVAL
 from wedlm_jax.checkpoint import RUN_STATES
-from wedlm_jax.checkpoint.orbax import OtherState, whole_steps
+from wedlm_jax.checkpoint.orbax import whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, text_of_first

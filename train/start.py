@@ -29,7 +29,7 @@ from wedlm_jax.checkpoint.mask_token import (
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint, read_architecture
-from wedlm_jax.checkpoint.orbax_model import described_lora
+from wedlm_jax.checkpoint.orbax import described_lora
 from wedlm_jax.config import (
     CONFIG_FIELDS,
     PARTS,

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from tests.emulated_bucket import bucket as bucket
@@ -56,6 +57,17 @@ def test_a_relative_folder_serves_as_an_absolute_one(tmp_path, monkeypatch):
     assert told == []
 
 
+def test_a_state_that_orbax_alone_has_written_is_read(tmp_path):
+    """Runs that exist must stay readable whatever this code becomes."""
+    arrays = {f"{i:04d}": leaf for i, leaf in enumerate(jax.tree.leaves(state(7)))}
+    manager = ocp.CheckpointManager(tmp_path)
+    manager.save(7, args=ocp.args.StandardSave({**arrays, "checksums": checksums(arrays)}))
+    manager.close()
+    found, told = read(tmp_path)
+    assert_is_step(found, 7)
+    assert told == []
+
+
 def test_no_states_are_no_error(tmp_path):
     assert read(tmp_path / "new") == (None, [])
 
@@ -99,27 +111,23 @@ def test_what_is_kept_is_said(tmp_path):
     )
 
 
-def of_another_dtype(found):
-    found.parameters["kernel"] = found.parameters["kernel"].astype(jnp.bfloat16)
-    return found
-
-
-def of_another_model(found):
-    return TrainState(jnp.int32(0), {"kernel": jnp.zeros((8, 8))}, ())
-
-
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("shape", "dtype", "moments", "said"),
     [
-        (of_another_dtype, r"is float32 where this recipe has bfloat16; .*own$"),
-        (of_another_model, "another model"),
+        ((64, 32), "bfloat16", 1, "is float32 where this recipe has bfloat16; "),
+        ((32, 64), "float32", 1, r"shape \[64, 32\] where this recipe has \[32, 64\]; "),
+        ((64, 48), "float32", 1, r"shape \[64, 32\] where this recipe has \[64, 48\]; "),
+        ((64, 32), "float32", 2, "7 arrays where this recipe has 8; "),
+        ((64, 32), "float32", 0, "7 arrays where this recipe has 6; "),
     ],
 )
-def test_a_state_of_something_else_is_refused_and_not_damaged(tmp_path, other, said):
+def test_a_state_of_something_else_is_refused(tmp_path, shape, dtype, moments, said):
     write(tmp_path, 2)
+    parameters = {"kernel": jnp.zeros(shape, dtype), "half": jnp.zeros(7, jnp.bfloat16)}
+    other = TrainState(jnp.int32(0), parameters, (jnp.zeros(3),) * moments)
     checkpoints = Checkpoints(tmp_path, 5)
-    with pytest.raises(InputError, match=said):
-        checkpoints.restore(other(state(0)))
+    with pytest.raises(InputError, match=f"{tmp_path}/2/.*{said}.* a folder of its own$"):
+        checkpoints.restore(other)
     checkpoints.close()
     assert numbers(tmp_path) == [2]
     assert_is_step(read(tmp_path)[0], 2)

@@ -26,6 +26,7 @@ from tests.examples.tiny_run import (
 )
 from tests.train.test_checkpoint import read, write
 from train import agreement
+from train import checkpoint as training_states
 from train.agreement import agree, differences
 from train.data.batches import PhasedBatches
 from train.evaluation.held_out import Evaluation
@@ -34,7 +35,6 @@ from train.program import objective_of
 from train.recipe.config import DataSection, EvaluationSection
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
-from wedlm_jax.checkpoint import orbax
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.orbax import DamagedCheckpoint, is_whole
 from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure
@@ -314,8 +314,8 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(stopped, tmp_
     """It was once, and the run went on from the state before."""
     config = copy_of(stopped, tmp_path)
     constants = {
-        "wedlm_jax.checkpoint.orbax.check_state": TooEarly(100),
-        "wedlm_jax.checkpoint.orbax.file_sizes": few_files,
+        "train.checkpoint._check_arrays": TooEarly(100),
+        "train.checkpoint.file_sizes": few_files,
     }
     statuses, said = resumed(config, tmp_path, constants, within=1.0)
     assert statuses == [STORAGE_FAILED] * 2, said
@@ -323,7 +323,7 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(stopped, tmp_
         [sentence] = sentences(text)
         assert "checkpoints/4: is left as it is, because after 1 s host 1 of 2 " in sentence
         assert "still sees 1 files of 7 bytes" in sentence
-    constants = {"wedlm_jax.checkpoint.orbax.check_state": TooEarly(1)}
+    constants = {"train.checkpoint._check_arrays": TooEarly(1)}
     statuses, said = resumed(config, tmp_path, constants, within=1.0)
     assert statuses == [0, 0], said
     assert said[0].count("reading it once more") == 1
@@ -362,7 +362,7 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     def full(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(orbax.ocp.StandardCheckpointHandler, "restore", full)
+    monkeypatch.setattr(training_states.ocp.StandardCheckpointHandler, "restore", full)
     with pytest.raises(MemoryError):
         read(tmp_path)
     assert (tmp_path / "4").is_dir()

@@ -208,7 +208,7 @@ def _write_drafter(
 ) -> Converted | None:
     """Writes the drafter that a run trains; None of a run that trains a model."""
     from wedlm_jax.checkpoint.adapters import save_drafter
-    from wedlm_jax.checkpoint.orbax_model import drafter_of_run
+    from wedlm_jax.checkpoint.orbax import drafter_of_run
 
     drafter = drafter_of_run(run)
     if drafter is None:

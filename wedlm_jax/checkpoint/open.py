@@ -104,7 +104,7 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
         return GGUFCheckpoint(path)
     if kind == PEFT:
         return PeftCheckpoint(path, open_checkpoint(_base_model(path)))
-    from wedlm_jax.checkpoint.orbax_model import OrbaxCheckpoint, RunCheckpoint
+    from wedlm_jax.checkpoint.orbax import OrbaxCheckpoint, RunCheckpoint
 
     if kind == ORBAX:
         return OrbaxCheckpoint(path)

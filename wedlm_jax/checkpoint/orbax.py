@@ -1,315 +1,64 @@
-"""The one file that imports orbax.
+"""Orbax's files, opened as models: a folder that `wedlm convert` made, with a model's arrays by
+their dotted paths, and the numbered states of a training run (`train.checkpoint`).
 
-It writes and reads two kinds of folder: a model's arrays, nested in one orbax checkpoint
-(`write_arrays`, `read_arrays`), and the numbered states of a training run (`StepFolders`,
-`restore_state`).
+A state knows nothing of the model: its arrays are numbered in the order of `jax.tree.leaves`, the
+step first and then what is trained. So a run describes its model beside its states
+(`describe_run`), including the adapters if it trains only these; the parameters that they belong to
+are then in ``base/``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
-import json
+import dataclasses
 import logging
 import sys
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from flax import nnx
 from orbax.checkpoint import type_handlers
 
-from wedlm_jax.checkpoint.safetensors import DeferredArray
-from wedlm_jax.errors import InputError, StorageFailure
-from wedlm_jax.host.processes import fail_together, is_first, jax_processes, text_of_first
-from wedlm_jax.host.storage import (
-    absolute,
-    asked_again,
-    file_sizes,
-    is_remote,
-    move_tree,
-    told,
+from wedlm_jax.checkpoint import ORBAX, RUN, RUN_BASE, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint.hf import (
+    Checkpoint,
+    HFCheckpoint,
+    copy_tokenizer,
+    model_config,
+    read_object,
+    write_config,
+    write_object,
 )
+from wedlm_jax.checkpoint.names import PARAMETER_TABLE, check_tensors, dotted_path
+from wedlm_jax.checkpoint.safetensors import DeferredArray
+from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
+from wedlm_jax.errors import InputError, StorageFailure
+from wedlm_jax.host.processes import jax_processes, replacing_together
+from wedlm_jax.host.storage import absolute, asked_again, is_remote
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import LoraConfig, adapter_of, merged_weight, with_adapters
 
 T = TypeVar("T")
 
 COMMITTED = "commit_success.txt"
 """The file that orbax writes last into a state in a bucket, which has no renames."""
-DAMAGED = ".damaged"
-"""In the name of a state that was set aside."""
 LATE_REPORTS_S = 0.5
 """How long reads that were under way at a failure may take to end."""
+LEAVES_BEFORE_PARAMETERS = 1  # the step
+LORA = "lora.json"
+"""In a run's ``model/``: the adapters that it trains."""
 
 
 class DamagedCheckpoint(InputError):
     """What is on disk cannot be read, or is not what was written."""
-
-
-class OtherState(InputError):
-    """A state is of another model or optimizer."""
-
-
-class StepFolders:
-    """Numbered states of a run, written in the background, whole or not at all.
-
-    A state is a flat dictionary of arrays, global ones included: every process of a
-    multi-process run calls each method, and writes and reads its own shards.
-
-    Args:
-      folder: holds a folder per step; made if absent.
-      keep: how many of the newest to keep.
-      keep_every: also keep each state whose step is a multiple of this; 0 for none.
-      timeout: seconds in which a state must be written.
-      states: the steps of the states that there are, the same in every process; by default what
-        process 0 finds.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        keep_every: int = 0,
-        timeout: int = 1200,
-        states: Sequence[int] | None = None,
-    ):
-        self._folder, processes = folder, jax_processes()
-        if states is None:
-            states = json.loads(text_of_first(json.dumps(whole_steps(folder))))
-        self._states = sorted(states)
-        client = ocp.multihost.get_jax_distributed_client() if processes.count > 1 else None
-        name = text_of_first(uuid.uuid4().hex)
-        self._meetings = SaveMeetings(client, processes.index, processes.count, name)
-        self._refused = ""
-        self._options: dict[str, Any] = {
-            "max_to_keep": keep,
-            "keep_period": keep_every or None,
-            "create": False,
-            "async_options": ocp.options.AsyncOptions(
-                timeout_secs=timeout, barrier_sync_fn=self._meetings
-            ),
-            # Without, one process asks the storage something while the others wait for it on the
-            # devices, where they cannot be told that it failed. The background looks, too.
-            "file_options": ocp.options.FileOptions(skip_sync_file_validations=True),
-            # It would read of every state when it was written, each process by itself.
-            "lightweight_initialize": True,
-        }
-        self._silence = contextlib.ExitStack()
-        self._manager: ocp.CheckpointManager | None = None
-
-    def steps(self) -> list[int]:
-        """Lists the steps whose states were written completely, newest first."""
-        found = self._states if self._manager is None else self._manager.all_steps()
-        return sorted(found, reverse=True)
-
-    def _opened(self) -> ocp.CheckpointManager:
-        """Returns orbax's manager, made when the first state is written. It is never asked what it
-        lists by itself, since each process would list for itself."""
-        if self._manager is None:
-            # Its background threads log their errors; `finish` has one sentence for them.
-            self._silence.enter_context(_late_reports_unheard())
-            logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
-            self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
-            names = _ListedSteps(self._states)
-            options = ocp.CheckpointManagerOptions(step_name_format=names, **self._options)
-            with _quiet():
-                self._manager = ocp.CheckpointManager(absolute(self._folder), options=options)
-        return self._manager
-
-    def save(self, step: int, state: dict[str, jax.Array]) -> None:
-        """Writes a state in the background; returns when its arrays may be overwritten.
-
-        The state before it must be finished: see `finish`.
-        """
-        self._meetings.begin(step)
-        # Orbax's threads would wait for minutes for a folder that could not be made.
-        refusal = text_of_first(self._refusal() if is_first() else "")
-        self._refused = self._meetings.sentence({0: refusal}) if refusal else ""
-        if not refusal:
-            self._opened().save(step, args=ocp.args.StandardSave(state), force=True)
-
-    def _refusal(self) -> str:
-        """Makes the folder, writes a file beside the states; returns the storage's error, or
-        none."""
-        path = self._folder / ".writable"
-        try:
-            with contextlib.suppress(FileExistsError):  # what is there instead, the next line tells
-                self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"")
-            path.unlink()
-        except Exception as error:
-            # A bucket's client has errors of many types.
-            return told(error)
-        return ""
-
-    @property
-    def saving(self) -> bool:
-        """Whether a state is being written."""
-        return self._manager is not None and self._manager.is_saving_in_progress()
-
-    def finish(self) -> None:
-        """Waits until the state under way is written.
-
-        Raises:
-          StorageFailure: in every process, when one of them could not write it. The state does not
-            count, and another can be written.
-        """
-        if self._refused:
-            raise StorageFailure(self._refused)
-        if self._manager is None:
-            return
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            # Where the manager's own thread failed, the one that writes arrays may still run, and
-            # would raise its error in the next save.
-            with contextlib.suppress(Exception):
-                self._manager._checkpointer.wait_until_finished()
-            raise self._meetings.note(error) from None
-
-    def files(self, step: int) -> str:
-        """Describes the files of a state that this process sees, and their sizes.
-
-        Raises:
-          StorageFailure: the storage fails.
-        """
-        folder = self._folder / str(step)
-        found = sorted(asked_again(folder, lambda: file_sizes(folder)).items())
-        digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:8]
-        return f"{len(found)} files of {sum(size for _, size in found):,} bytes ({digest})"
-
-    def set_aside(self, step: int) -> None:
-        """Renames a state, so that it counts no more and its step can be written again. Call this
-        before a state is written."""
-        assert self._manager is None
-        folder, failure = self._folder / str(step), ""
-        if is_first():
-            try:
-                suffixes = itertools.chain([""], (f"-{i}" for i in itertools.count(2)))
-                places = (folder.with_name(f"{step}{DAMAGED}{suffix}") for suffix in suffixes)
-                place = next(place for place in places if not place.exists())
-                if is_remote(folder):
-                    move_tree(folder, place, COMMITTED)
-                else:
-                    folder.rename(place)
-            except Exception as error:
-                # A bucket's client has errors of many types.
-                failure = f"{folder}: cannot be renamed ({told(error)})"
-        fail_together(failure)
-        self._states.remove(step)
-
-    def any_set_aside(self) -> bool:
-        """Returns whether process 0 sees a state that was set aside, by this run or an earlier
-        attempt at it."""
-        return bool(text_of_first("yes" if any(self._folder.glob(f"*{DAMAGED}*")) else ""))
-
-    def close(self) -> None:
-        """Waits until everything is on disk.
-
-        Raises:
-          StorageFailure: as `finish` does.
-        """
-        if self._manager is None:
-            return
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._meetings.note(error) from None
-        finally:
-            self._manager.close()
-            self._silence.close()
-
-
-class SaveMeetings:
-    """Orbax's `AsyncOptions.barrier_sync_fn`: processes wait for one another, and when one of them
-    has failed all raise.
-
-    Orbax writes in background threads, which wait for those of the other processes when they have
-    written, and again when the state counts. In a process whose write failed the thread ends, and
-    the others would wait for it until the time is up. But as it ends it asks for one more wait,
-    with its error in flight. So every process has one sequence of meetings per state here, whatever
-    orbax calls them: one that failed says so, and comes to the meeting where the others are.
-
-    Args:
-      client: the client of `jax.distributed`'s service; None for a single process.
-      index: this process.
-      count: how many processes there are.
-      name: the same in all of them, and used for nothing else.
-    """
-
-    def __init__(self, client: Any, index: int, count: int, name: str):
-        self._client, self._index, self._count, self._name = client, index, count, name
-        self._state, self._met, self._step = 0, 0, 0
-        self._starter = 0
-        self._one_at_a_time = threading.Lock()
-        self.failure = ""
-
-    def begin(self, step: int) -> None:
-        """Begins the next state. Every process calls this, in the thread that starts to write."""
-        self._state, self._met, self._step, self.failure = self._state + 1, 0, step, ""
-        self._starter = threading.get_ident()
-
-    def note(self, error: BaseException) -> StorageFailure:
-        """Returns why the state failed: what a process has reported, or the error of this one."""
-        self.failure = self.failure or self.sentence({self._index: told(error)})
-        return StorageFailure(self.failure)
-
-    def __call__(self, *, key: str, timeout_ms: int) -> None:
-        if self._count == 1:
-            return
-        # The thread that starts to write may itself handle an error, of something else.
-        starts = threading.get_ident() == self._starter
-        error = None if starts else sys.exception()
-        place = f"wedlm/{self._name}/{self._state}"
-        if error is not None and not self.failure:
-            self._client.key_value_set(f"{place}/failed/{self._index}", told(error), True)
-        with self._one_at_a_time:
-            if not self.failure:
-                self._meet(place, timeout_ms)
-        if self.failure and error is None:
-            raise StorageFailure(self.failure)
-
-    def _meet(self, place: str, timeout_ms: int) -> None:
-        self._met += 1
-        try:
-            self._client.wait_at_barrier(f"{place}/{self._met}", timeout_ms)
-        except jax.errors.JaxRuntimeError as error:
-            self.note(error)
-            return
-        failed = self._client.key_value_dir_get(f"{place}/failed/")
-        if failed:
-            self.failure = self.sentence({int(name.split("/")[-1]): said for name, said in failed})
-
-    def sentence(self, failed: dict[int, str]) -> str:
-        """Returns the message about a state: what the storage said to each process that failed."""
-        reasons = [
-            f"host {index} of {self._count}: {said}" if self._count > 1 else said
-            for index, said in sorted(failed.items())
-        ]
-        return f"the state of step {self._step} could not be written ({'; '.join(reasons)})"
-
-
-class _ListedSteps:
-    """Lists a run's states for orbax: those that the processes agreed on. A listing by each of them
-    may be out of date."""
-
-    def __init__(self, steps: Sequence[int]):
-        self._steps = tuple(steps)
-
-    def build_name(self, step: int) -> str:
-        return str(step)
-
-    def find_all(self, base_path: Any) -> Iterator[ocp.path.step.Metadata]:
-        return (self.find_step(base_path, step) for step in self._steps)
-
-    def find_step(self, base_path: Any, step: int) -> ocp.path.step.Metadata:
-        return ocp.path.step.Metadata(step=step, path=epath.Path(base_path) / str(step))
 
 
 def step_tree(step_folder: Path) -> Path:
@@ -342,51 +91,6 @@ def whole_steps(folder: Path) -> list[int]:
     return asked_again(folder, listed)
 
 
-def restore_state(step_folder: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Reads a numbered state, with the shapes, dtypes and placement of ``like``. Nothing is written
-    to its folder, and a process does not wait for the others.
-
-    Raises:
-      DamagedCheckpoint: it cannot be read.
-      StorageFailure: the storage fails, so nothing is known about the state.
-      OtherState: its arrays have other names, shapes or dtypes.
-    """
-    folder = step_tree(step_folder)
-    check_state(step_folder, like)
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    # Not by the manager, which makes processes wait for one that has failed.
-    with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
-        arguments = ocp.args.StandardRestore(target)
-        return _read(folder, lambda: handler.restore(epath.Path(absolute(folder)), args=arguments))
-
-
-def check_state(step_folder: Path, like: Mapping[str, Any]) -> None:
-    """Compares the arrays of a numbered state with those expected, by their headers.
-
-    Raises:
-      OtherState: naming the first of another shape or dtype.
-    """
-    # Orbax would only say that a shape is not compatible.
-    folder = step_tree(step_folder)
-    found = array_headers(folder)
-    if found.keys() != like.keys():
-        raise OtherState(
-            f"{folder}: a state of {len(found)} arrays where this recipe has {len(like)}; it is "
-            "of another model or optimizer"
-        )
-    for name, leaf in like.items():
-        if found[name].shape != leaf.shape:
-            raise OtherState(
-                f"{folder}: array {name} has shape {list(found[name].shape)} where this recipe has "
-                f"{list(leaf.shape)}; it is of another model"
-            )
-        if found[name].dtype != leaf.dtype:
-            raise OtherState(
-                f"{folder}: array {name} is {found[name].dtype.name} where this recipe has "
-                f"{leaf.dtype.name}; it is of another optimizer.first_moment_dtype"
-            )
-
-
 class _OneAtATime(type_handlers.NumpyHandler):
     """Writes deferred arrays as NumPy ones, the next when the last is on disk."""
 
@@ -417,7 +121,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray])
         else array
         for path, array in arrays.items()
     }
-    with _quiet():
+    with quiet():
         registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
         handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
@@ -431,7 +135,7 @@ def array_headers(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
       InputError: the folder is no orbax checkpoint, or parts of it are missing.
     """
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = _read(folder, lambda: handler.metadata(epath.Path(absolute(folder))).tree)
+        tree = read_orbax(folder, lambda: handler.metadata(epath.Path(absolute(folder))).tree)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     if not leaves:
         raise InputError(f"{folder}: this orbax checkpoint holds no arrays")
@@ -452,13 +156,20 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
     as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), item)
     args = ocp.args.PyTreeRestore(item=item, restore_args=as_numpy, partial_restore=True)
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
-        tree = _read(folder, lambda: handler.restore(epath.Path(absolute(folder)), args=args))
+        tree = read_orbax(folder, lambda: handler.restore(epath.Path(absolute(folder)), args=args))
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _read(folder: Path, read: Callable[[], T]) -> T:
+def read_orbax(folder: Path, read: Callable[[], T]) -> T:
+    """Returns the result of ``read``, by which orbax reads a folder.
+
+    Raises:
+      DamagedCheckpoint: it cannot be read.
+      StorageFailure: the storage fails, so nothing is known about the folder.
+    """
+
     def quietly() -> T:
-        with _quiet():
+        with quiet():
             return read()
 
     try:
@@ -489,13 +200,13 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences orbax's informational log lines, and its tracebacks after a failed read."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with _late_reports_unheard():
+        with late_reports_unheard():
             try:
                 yield
             except Exception:
@@ -508,7 +219,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _late_reports_unheard() -> Iterator[None]:
+def late_reports_unheard() -> Iterator[None]:
     """Ignores errors that arrive after the first: orbax reads and writes many parts at once and
     closes its event loop at the first error; the other parts then report to a closed loop, each
     with a traceback on standard error."""
@@ -525,5 +236,224 @@ def _late_reports_unheard() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
-def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
-    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+# --- models ---------------------------------------------------------------------------------
+
+
+class OrbaxTensors(Checkpoint):
+    """A model whose parameters are in orbax's files, opened as Hugging Face's tensors.
+
+    A stacked parameter is read when the first of its tensors is, and kept in the host's memory
+    until another parameter is read; so read tensors in the order of the table.
+    """
+
+    def _set_arrays(
+        self, folder: Path, names: Mapping[str, str], headers: Mapping[str, jax.ShapeDtypeStruct]
+    ) -> None:
+        """Sets what there is to read.
+
+        Args:
+          folder: an orbax checkpoint.
+          names: the arrays' names in it, by the parameters' dotted paths.
+          headers: shape and dtype of each array, by name.
+        """
+        self.folder, self._names = folder, names
+        self._newest: tuple[tuple[str, ...], list[np.ndarray]] | None = None
+        self.tensors: dict[str, DeferredArray] = {}
+        known = {path: name for path, name, _ in PARAMETER_TABLE}
+        for path in sorted(names, key=[*known, *names].index):
+            template, header = known.get(path, path), headers[names[path]]
+            shape, dtype = tuple(header.shape), np.dtype(header.dtype)
+            if "{}" not in template:
+                read = partial(self._read, path, None)
+                self.tensors[template] = DeferredArray(template, shape, dtype, read)
+                continue
+            for layer in range(shape[0] if shape else 1):
+                name, read = template.format(layer), partial(self._read, path, layer)
+                self.tensors[name] = DeferredArray(name, shape[1:], dtype, read)
+
+    def _read(self, path: str, layer: int | None) -> np.ndarray:
+        [values] = self._parameters(path)
+        return values if layer is None else values[layer]
+
+    def _parameters(self, *paths: str) -> list[np.ndarray]:
+        if self._newest is None or self._newest[0] != paths:
+            self._newest = None  # freed before the next are read
+            names = [self._names[path] for path in paths]
+            arrays = read_arrays(self.folder, names)
+            self._newest = (paths, [arrays[name] for name in names])
+        return self._newest[1]
+
+
+class OrbaxCheckpoint(OrbaxTensors):
+    """A folder with ``config.json`` and, in ``orbax/``, the parameters as this project names and
+    stacks them (`wedlm_jax.checkpoint.names.PARAMETER_TABLE`).
+
+    Raises:
+      InputError: a file is missing, cut off or not what it should be.
+    """
+
+    kind = ORBAX
+
+    def __init__(self, folder: Path):
+        self.tokenizer_folder = folder
+        self.raw_config = read_config_json(folder)
+        headers = array_headers(folder / ORBAX)
+        if any(path.endswith(".kernel") for path in headers):
+            raise InputError(
+                f"{folder / ORBAX}: its matrices lie [in, out], as earlier versions wrote them; "
+                "`wedlm convert` the checkpoint in Hugging Face's format again"
+            )
+        self._set_arrays(folder / ORBAX, {path: path for path in headers}, headers)
+        self.config = model_config(folder, self.raw_config, self.tensors)
+
+
+class RunCheckpoint(OrbaxTensors):
+    """The model in a training run's newest complete state, its adapters merged. The optimizer's
+    arrays and the average of the parameters stay on disk.
+
+    Args:
+      folder: the run's, its ``checkpoints``, or one state in there.
+      described: the folder of the model's tokenizer.
+      config: the model's architecture; its type becomes "wedlm", as when a run exports its model.
+
+    Raises:
+      InputError: there is no state, or it is too small for this model.
+    """
+
+    kind = RUN
+
+    def __init__(self, folder: Path, described: Path, config: ModelConfig):
+        run, arrays, self._lora = _newest(folder)
+        self.tokenizer_folder = described
+        self.config = dataclasses.replace(config, model_type="wedlm")
+        if self._lora is not None and self._lora.rows == "masked":
+            raise InputError(
+                f"{run}: this run trains a drafter: `wedlm convert` writes it as adapters; the "
+                f"model that it belongs to is {run / RUN_BASE}"
+            )
+        headers = array_headers(arrays)
+        names = _trained_names(arrays, headers, self.config, self._lora)
+        self._set_arrays(arrays, names, headers)
+        if self._lora is not None:
+            base = HFCheckpoint(run / RUN_BASE)
+            self.tensors = {
+                name: self._merged(base.tensors[name], entry.path, layer)
+                for entry in check_tensors(base)
+                for layer, name in enumerate(entry.hf_names)
+            }
+        self.raw_config = config_to_hf(self.config, dtype=min(self.values_by_dtype()))
+
+    def _merged(self, tensor: DeferredArray, path: str, layer: int) -> DeferredArray:
+        """Returns a tensor of the base with what adapters add to it. It is in float32, as a run
+        that trains all of its parameters keeps and exports them."""
+        lora, adapter = self._lora, adapter_of(path)
+
+        def read() -> np.ndarray:
+            value = tensor.read().astype(np.float32)
+            if lora is None or adapter[0] not in self._names:
+                return value
+            a, b = (array[layer] for array in self._parameters(*adapter))
+            return np.asarray(merged_weight(value, a, b, lora.scale))
+
+        return DeferredArray(tensor.name, tensor.shape, np.dtype(np.float32), read)
+
+
+def describe_run(
+    run: Path, config: ModelConfig, tokenizer_from: Path, lora: LoraConfig | None = None
+) -> None:
+    """Writes ``<run>/model``, which an export needs beside a state: the model's ``config.json``,
+    the tokenizer's files, and the adapters if only they are trained. All processes call this."""
+    processes = jax_processes()
+    with replacing_together(run / RUN_MODEL, processes) as beside:
+        if processes.index == 0:
+            write_config(beside, config_to_hf(dataclasses.replace(config, model_type="wedlm")))
+            copy_tokenizer(tokenizer_from, beside)
+            if lora is not None:
+                write_object(beside / LORA, dataclasses.asdict(lora))
+
+
+def described_lora(run: Path) -> LoraConfig | None:
+    """Reads which adapters a run trains; None where it trains all parameters.
+
+    Raises:
+      InputError: what is written there cannot be read.
+    """
+    path = run / RUN_MODEL / LORA
+    if (fields := read_object(path)) is None:
+        return None
+    try:
+        return LoraConfig(**{**fields, "targets": tuple(fields["targets"])})
+    except (TypeError, KeyError) as error:
+        raise InputError(f"{path}: not what a run writes ({error})") from None
+
+
+def is_described(run: Path, config: ModelConfig) -> bool:
+    """Returns whether `describe_run` has written ``config`` already."""
+    folder = run / RUN_MODEL
+    described = (folder / "config.json").exists() and (folder / "tokenizer.json").exists()
+    return described and model_config(folder, read_config_json(folder), ()) == dataclasses.replace(
+        config, model_type="wedlm"
+    )
+
+
+def newest_state(folder: Path) -> Path:
+    """Finds the newest complete state of a run: given its folder, its ``checkpoints``, or itself.
+
+    Raises:
+      InputError: there is none.
+    """
+    if folder.name.isdigit() and is_whole(folder):
+        return folder
+    for place in (folder / RUN_STATES, folder):
+        if states := whole_steps(place):
+            return place / str(states[-1])
+    raise InputError(f"{folder}: no complete state of a training run is here")
+
+
+def _newest(folder: Path) -> tuple[Path, Path, LoraConfig | None]:
+    """Returns a run's folder, that of its newest state's arrays, and which adapters it trains."""
+    state = newest_state(folder)
+    run = state.parent.parent
+    return run, step_tree(state), described_lora(run)
+
+
+def drafter_of_run(folder: Path) -> tuple[nnx.State, LoraConfig, Path] | None:
+    """Reads the drafter that a run trains from its newest complete state.
+
+    Returns:
+      its adapters, which they are, and the folder of the model that they belong to; None of a run
+      that trains a model.
+    """
+    run, arrays, lora = _newest(folder)
+    if lora is None or lora.rows != "masked":
+        return None
+    config = HFCheckpoint(run / RUN_BASE).config
+    names = _trained_names(arrays, array_headers(arrays), config, lora)
+    values = read_arrays(arrays, names.values())
+    leaves, structure = jax.tree.flatten(_trained_shapes(config, lora))
+    assert len(leaves) == len(names)
+    adapters = jax.tree.unflatten(structure, [jnp.asarray(values[name]) for name in names.values()])
+    return adapters, lora, run / RUN_BASE
+
+
+def _trained_names(
+    arrays: Path, headers: Mapping[str, Any], config: ModelConfig, lora: LoraConfig | None
+) -> dict[str, str]:
+    """Returns the names of the trained parameters' arrays in a state, by dotted path.
+
+    Raises:
+      InputError: it has too few arrays.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(_trained_shapes(config, lora))
+    names = list(headers)[LEAVES_BEFORE_PARAMETERS:][: len(leaves)]
+    if len(names) < len(leaves):
+        raise InputError(f"{arrays}: a state of {len(headers)} arrays, too few for this model")
+    return {dotted_path(path): name for (path, _), name in zip(leaves, names, strict=True)}
+
+
+def _trained_shapes(config: ModelConfig, lora: LoraConfig | None) -> nnx.State:
+    def make() -> Transformer:
+        model = Transformer(config, rngs=nnx.Rngs(0))
+        return model if lora is None else with_adapters(model, lora, nnx.Rngs(0))
+
+    return nnx.state(nnx.eval_shape(make), nnx.Param if lora is None else nnx.LoRAParam)

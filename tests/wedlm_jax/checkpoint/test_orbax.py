@@ -1,4 +1,4 @@
-"""States of a run and folders of arrays, as orbax keeps them."""
+"""Models in orbax's files: folders of arrays, and states of a run."""
 
 import dataclasses
 import json
@@ -30,73 +30,14 @@ from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint
 from wedlm_jax.checkpoint.orbax import (
-    DamagedCheckpoint,
-    StepFolders,
     array_headers,
+    describe_run,
+    newest_state,
     read_arrays,
-    restore_state,
     write_arrays,
 )
-from wedlm_jax.checkpoint.orbax_model import describe_run, newest_state
 from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.errors import InputError
-
-STATE = {"0000": jnp.int32(7), "0001": jnp.arange(12.0).reshape(3, 4), "0002": jnp.ones(5)}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A run's folder with one state, written by orbax's own manager.
-
-    Not by `StepFolders`: runs that exist must stay readable whatever this code becomes.
-    """
-    path = tmp_path / "checkpoints"
-    manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(create=True))
-    manager.save(7, args=ocp.args.StandardSave(STATE))
-    manager.wait_until_finished()
-    manager.close()
-    return path
-
-
-def test_restores_a_state_as_it_was(folder):
-    states = StepFolders(folder, keep=2)
-    assert states.steps() == [7]
-    restored = restore_state(folder / "7", jax.tree.map(jnp.zeros_like, STATE))
-    with pytest.raises(DamagedCheckpoint):
-        restore_state(folder / "8", STATE)
-    states.close()
-    assert restored.keys() == STATE.keys()
-    for name, leaf in STATE.items():
-        np.testing.assert_array_equal(restored[name], leaf)
-        assert restored[name].dtype == leaf.dtype
-
-
-def test_keeps_the_newest_states(folder):
-    states = StepFolders(folder, keep=2)
-    for step in (8, 9):
-        states.save(step, {**STATE, "0000": jnp.int32(step)})
-    states.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["8", "9"]
-    again = StepFolders(folder, keep=2)
-    assert again.steps() == [9, 8]
-    assert int(restore_state(folder / "9", STATE)["0000"]) == 9
-    again.close()
-
-
-@pytest.mark.parametrize(
-    ("like", "expected"),
-    [
-        ({**STATE, "0001": jnp.zeros((4, 3))}, r"array 0001 has shape \[3, 4\].*\[4, 3\]"),
-        ({**STATE, "0001": jnp.zeros((6, 8))}, r"array 0001 has shape \[3, 4\].*\[6, 8\]"),
-        ({**STATE, "0003": jnp.zeros(2)}, "3 arrays where this recipe has 4"),
-        ({name: STATE[name] for name in ("0000", "0001")}, "3 arrays where this recipe has 2"),
-    ],
-)
-def test_state_of_another_model_is_refused(folder, like, expected):
-    with pytest.raises(InputError, match=expected) as error:
-        restore_state(folder / "7", like)
-    assert "\n" not in str(error.value)
-    assert str(folder) in str(error.value)
 
 
 def test_deferred_arrays_are_read_when_their_turn_has_come(tmp_path):
