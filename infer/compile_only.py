@@ -27,8 +27,8 @@ from wedlm_jax.aot.topology import (
     describe_topology,
     local_bytes,
 )
+from wedlm_jax.checkpoint import ADAPTER_CONFIG
 from wedlm_jax.checkpoint.open import read_architecture
-from wedlm_jax.checkpoint.peft import CONFIG as ADAPTERS
 from wedlm_jax.config import ModelConfig, config_from_hf
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
@@ -150,7 +150,7 @@ def read_drafter(source: str) -> LoraConfig:
             lora: Any = OmegaConf.to_container(OmegaConf.load(path))["lora"]  # type: ignore[index, call-overload]
             rank, alpha, targets = lora["rank"], lora["alpha"], lora.get("targets", TARGETS)
         else:
-            content = json.loads((path / ADAPTERS).read_text(encoding="utf-8"))
+            content = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             rank, alpha, targets = (content[x] for x in ("r", "lora_alpha", "target_modules"))
     except FileNotFoundError:
         raise InputError(f"{path}: neither a drafter's folder nor a recipe") from None

@@ -8,7 +8,7 @@ import sys
 
 import jax
 
-import wedlm_jax.checkpoint.model
+import wedlm_jax.checkpoint.names
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import make_mesh
@@ -16,7 +16,7 @@ from wedlm_jax.sharding import make_mesh
 
 def main(index, port, source, *destinations):
     jax.config.update("jax_num_cpu_devices", 2)
-    wedlm_jax.checkpoint.model.PIECE_BYTES = 200  # so that matrices take several
+    wedlm_jax.checkpoint.names.PIECE_BYTES = 200  # so that matrices take several
     jax.distributed.initialize(f"localhost:{port}", 2, index)
     assert (jax.process_count(), jax.device_count()) == (2, 4)
     model = load_checkpoint(source, mesh=make_mesh({"fsdp": 2, "tensor": 2}))

@@ -47,6 +47,7 @@ from train.watch.stall import StallWatch
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint import RUN_BASE, RUN_DRAFTER, RUN_STATES
 from wedlm_jax.checkpoint.adapters import save_drafter
+from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.checkpoint.orbax import describe_run, is_described
 from wedlm_jax.errors import TERMINATED, CompilingInterrupted, StorageFailure
@@ -155,7 +156,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
                 adapters,
                 program.lora,
                 drafter,
-                base=output / RUN_BASE,
+                base=HFCheckpoint(output / RUN_BASE),
                 dtype=config.export_dtype,
             )
         return drafter

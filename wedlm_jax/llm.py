@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.hf import read_generation_config
 from wedlm_jax.checkpoint.model import load_checkpoint
-from wedlm_jax.checkpoint.open import find_model, tokenizer_folder
+from wedlm_jax.checkpoint.open import find_model, open_checkpoint, tokenizer_folder
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
@@ -129,7 +129,7 @@ class LLM:
                 quantization=config.quantization,
             )
             if config.drafter is not None:
-                weights = with_drafter(weights, self.folder, config.drafter, mesh)
+                weights = with_drafter(weights, open_checkpoint(self.folder), config.drafter, mesh)
         # What is not said yet of behaviour that a caller may not expect: of the chat template, and
         # of AR if the window was left to us and the model cannot have one.
         self._chat_end = self.codec and self.codec.chat_end

@@ -15,7 +15,7 @@ from infer.evaluate import EMBEDDED_QUESTIONS
 from infer.harness.human_eval import HUMAN_EVAL, code_questions
 from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.model import load_checkpoint
-from wedlm_jax.checkpoint.open import find_model, tokenizer_folder
+from wedlm_jax.checkpoint.open import find_model, open_checkpoint, tokenizer_folder
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine, runs_apart
@@ -106,7 +106,7 @@ def load_subject(options: Mapping[str, Any]) -> Subject:
         quantization=own.get("quantization"),
     )
     if own.get("drafter") is not None:
-        weights = with_drafter(weights, folder, own["drafter"])
+        weights = with_drafter(weights, open_checkpoint(folder), own["drafter"])
     return Subject(weights, folder, TextCodec.load(tokenizer_folder(folder)), dtype, own)
 
 

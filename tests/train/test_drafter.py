@@ -152,7 +152,7 @@ def _not_json(drafter, stock, folder):
         (_config(wedlm=None), "these adapters act on rows of text"),
         (_truncated, "truncated or not a safetensors file"),
         (_nothing, r"no drafter, which would have adapter_config\.json"),
-        (_not_json, "not the configuration of LoRA adapters"),
+        (_not_json, "not valid JSON"),
     ],
 )
 def test_what_is_no_drafter_of_the_model_is_refused(harm, sentence, run, stock, tmp_path):

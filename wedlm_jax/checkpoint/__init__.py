@@ -5,6 +5,9 @@ HF, ORBAX, PEFT, RUN, GGUF = "hf", "orbax", "peft", "run", "gguf"
 """The kinds of checkpoint. `ORBAX` is also the folder of the arrays, `GGUF` the file's suffix."""
 TITLES = {HF: "Hugging Face", ORBAX: "orbax", PEFT: "LoRA adapters (PEFT)"}
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""In a folder of adapters: what makes it one."""
+
 RUN_STATES = "checkpoints"
 """In a run's folder: its states, a folder each."""
 RUN_MODEL = "model"

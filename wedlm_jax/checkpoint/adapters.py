@@ -1,15 +1,18 @@
-"""Drafters on disk: adapters on masks, in PEFT's layout, a few MB beside a checkpoint.
+"""Adapters in PEFT's layout, ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-`adapter_config.json` and `adapter_model.safetensors` are PEFT's, so that its tools can read them.
-What PEFT does not know stands in the configuration under ``wedlm``: that the adapters act on masks
-only, so they must not be merged; how wide the windows were that they were trained on; and a digest
-of the model that they belong to. A mask's embedding is one more tensor.
+Those of an ordinary finetune name their base model and are read as the model that they make: each
+matrix is merged as it is read, W + s B A, row by row, so that such a folder can stand wherever a
+model can. Nothing is written, and no merged copy is kept.
+
+A drafter's act on masks only, so they must not be merged. That, how wide the windows were that they
+were trained on, and a digest of the model that they belong to stand in the configuration under
+``wedlm``, of which PEFT's tools know nothing; a mask's embedding is one more tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +23,174 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from wedlm_jax.checkpoint.hf import Checkpoint
-from wedlm_jax.checkpoint.model import gathered, read_slices
-from wedlm_jax.checkpoint.names import check_tensors
-from wedlm_jax.checkpoint.open import open_checkpoint
-from wedlm_jax.checkpoint.peft import CONFIG, WEIGHTS
+from wedlm_jax.checkpoint import ADAPTER_CONFIG, PEFT
+from wedlm_jax.checkpoint.hf import Checkpoint, write_object
+from wedlm_jax.checkpoint.names import check_tensors, gathered
 from wedlm_jax.checkpoint.safetensors import (
     DeferredArray,
+    Rows,
     SafetensorsFile,
+    array_in_rows,
+    cast,
     numpy_dtype,
     write_safetensors,
 )
-from wedlm_jax.errors import InputError, file_error
+from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import jax_processes, replacing_together
 from wedlm_jax.host.storage import as_path
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.layer_layout import are_stacked
 from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import parameter_axes, spec
 
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 EMBEDDING = "base_model.model.mask_embedding"
+
+NAME = re.compile(r"base_model\.model\.(?P<owner>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "layer_replication": (None, []),
+    "fan_in_fan_out": (False, None),
+    "use_dora": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+}
+"""Fields of PEFT's configuration, and the values with which W + s B A is the whole change."""
+
+
+class PeftCheckpoint(Checkpoint):
+    """A base model with the adapters of a folder merged in.
+
+    Args:
+      folder: the adapters' folder.
+      base: the model that they belong to, open.
+
+    Raises:
+      InputError: the adapters are of another kind, are cut off, or do not fit the base.
+    """
+
+    kind = PEFT
+
+    def __init__(self, folder: Path, base: Checkpoint):
+        content = read_adapter_config(folder)
+        rank, alpha = content["r"], content["lora_alpha"]
+        scale = alpha / (rank**0.5 if content.get("use_rslora") else rank)
+        self.folder, self.config, self.raw_config = folder, base.config, base.raw_config
+        own = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+        self._base, self.tokenizer_folder = base, folder if own else base.tokenizer_folder
+        tensors = dict(base.tensors)
+        for name, (a, b) in _pairs(SafetensorsFile(folder / ADAPTER_WEIGHTS)).items():
+            if name not in tensors or len(tensors[name].shape) != 2:
+                raise InputError(
+                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r}, which is no matrix of "
+                    f"the base model in {base.folder}"
+                )
+            if a.shape[0] != rank:  # the scale would be another, too
+                raise InputError(
+                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r} have rank {a.shape[0]}, and "
+                    f"{ADAPTER_CONFIG} says r {rank}"
+                )
+            tensors[name] = _merged(tensors[name], a, b, scale, folder)
+        self.tensors = tensors
+
+    def write_tokenizer(self, destination: Path) -> None:
+        self._base.write_tokenizer(destination)
+        super().write_tokenizer(destination)
+
+
+def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any]:
+    """Returns the content of a folder's ``adapter_config.json``, checked as far as merging needs.
+
+    Args:
+      drafter: whether the adapters are to be a drafter's.
+
+    Raises:
+      InputError: naming the field that is missing, or asks for more than a low-rank term; or they
+        are a drafter's where they should not be, or the other way round.
+    """
+    path = folder / ADAPTER_CONFIG
+    if (content := read_object(path)) is None:
+        wanted = f"{folder}: no drafter, which would have {ADAPTER_CONFIG}"
+        raise InputError(wanted if drafter else f"{path}: no such file")
+    ours = content.get("wedlm")
+    if drafter != (isinstance(ours, dict) and ours.get("rows") == "masked"):
+        raise InputError(
+            f"{folder}: these adapters act on rows of text: give them as the model; a drafter's, "
+            "from `wedlm train` with objective drafter, act on masks only"
+            if drafter
+            else f"{folder}: a drafter, which belongs beside its model: give the model, and this "
+            "folder as its drafter"
+        )
+    if content.get("peft_type") != "LORA":
+        kind = content.get("peft_type")
+        raise InputError(f"{path}: expected LORA as peft_type, not {kind!r}; others are not merged")
+    for field, plain in UNSUPPORTED.items():
+        if (value := content.get(field)) not in plain:
+            raise InputError(f"{path}: {field} {value!r} is not supported; merge it with PEFT")
+    for field in ("r", "lora_alpha"):
+        value = content.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise InputError(f"{path}: expected a number above 0 as {field}, not {value!r}")
+    return content
+
+
+def base_of(folder: Path) -> str | Path:
+    """Returns the name of the model that a folder's adapters belong to: a path, or an id on the
+    hub. A relative path may count from the adapters' folder, too.
+
+    Raises:
+      InputError: it is not named.
+    """
+    name = read_adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise InputError(
+            f"{folder / ADAPTER_CONFIG}: base_model_name_or_path does not name the base model; "
+            "write its folder there"
+        )
+    beside = folder / name
+    return beside if not Path(name).exists() and beside.is_dir() else name
+
+
+def _pairs(file: SafetensorsFile) -> dict[str, tuple[DeferredArray, DeferredArray]]:
+    """Returns A and B by the Hugging Face name of the matrix that they belong to."""
+    parts: dict[str, dict[str, DeferredArray]] = {}
+    for name, tensor in file.tensors.items():
+        found = NAME.fullmatch(name)
+        if found is None:
+            raise InputError(f"{file.path}: tensor {name!r} is not LoRA's A or B of a matrix")
+        parts.setdefault(f"{found['owner']}.weight", {})[found["part"]] = tensor
+    for name, both in parts.items():
+        if len(both) < 2:
+            (part,) = both
+            raise InputError(f"{file.path}: {name!r} has lora_{part} alone, not A and B")
+    return {name: (both["A"], both["B"]) for name, both in parts.items()}
+
+
+def _merged(
+    weight: DeferredArray, a: DeferredArray, b: DeferredArray, scale: float, folder: Path
+) -> DeferredArray:
+    """Returns ``W + s B A``, computed in float32 and rounded to the dtype of W."""
+    n_out, n_in = weight.shape
+    rank = a.shape[0]
+    if a.shape != (rank, n_in) or b.shape != (n_out, rank):
+        raise InputError(
+            f"{folder / ADAPTER_WEIGHTS}: A {list(a.shape)} and B {list(b.shape)} do not fit "
+            f"{weight.name!r} of shape {list(weight.shape)}: adapters of another model"
+        )
+
+    def rows(wanted: slice) -> Rows:
+        right = a.read().astype(np.float32)
+        left = b.read().astype(np.float32) * scale
+        for start, part in weight.read_rows(wanted):
+            change = left[start : start + len(part)] @ right
+            yield start, cast(weight.name, part.astype(np.float32) + change, weight.dtype)
+
+    return array_in_rows(weight.name, weight.shape, weight.dtype, rows)
+
+
+# --- drafters -----------------------------------------------------------------------------
 
 
 def base_digest(checkpoint: Checkpoint) -> str:
@@ -47,17 +198,16 @@ def base_digest(checkpoint: Checkpoint) -> str:
     it is the same for a copy in another dtype, and read without the rest."""
     digest = hashlib.sha256()
     for entry in check_tensors(checkpoint):
-        layers = [(0, entry.shape[0])] if entry.stacked else []
-        first = [(0, 1) if len(entry.hf_shape) > 1 else (0, entry.hf_shape[0])]
-        index = (*layers, *first, *((0, size) for size in entry.hf_shape[1:]))
-        values = read_slices(checkpoint, entry, np.float32, [index])[index]
         digest.update(f"{entry.path} {entry.shape} ".encode())
-        digest.update(values.astype(ml_dtypes.bfloat16).tobytes())
+        rows = slice(1) if len(entry.hf_shape) > 1 else slice(None)
+        for name in entry.hf_names:
+            for _, values in checkpoint.tensors[name].read_rows(rows):
+                digest.update(values.astype(np.float32).astype(ml_dtypes.bfloat16).tobytes())
     return digest.hexdigest()
 
 
 def save_drafter(
-    adapters: nnx.State, lora: LoraConfig, folder: Path, *, base: Path, dtype: str
+    adapters: nnx.State, lora: LoraConfig, folder: Path, *, base: Checkpoint, dtype: str
 ) -> None:
     """Writes a drafter. All processes of a run call this.
 
@@ -65,23 +215,21 @@ def save_drafter(
       adapters: the `nnx.LoRAParam` of a model with stacked layers.
       lora: which they are.
       folder: appears whole, in the place of an earlier one.
-      base: folder of the model that they belong to.
+      base: the model that they belong to.
       dtype: "float32", "bfloat16" or "float16".
     """
     tensors, values = [], []
     stored = numpy_dtype(dtype)
     assert stored is not None
     for path, leaf in adapters.flat_state():
-        layers: list[int | None] = [None] if path[0] != "layers" else [*range(leaf.shape[0])]
-        for layer in layers:
-            value = gathered(leaf[...], layer)
-            name = _stored_name(path, layer)
+        for layer, name in enumerate(_stored_names(path, leaf.shape)):
+            value = gathered(leaf[...], layer if path[0] == "layers" else None)
             tensors.append(DeferredArray(name, value.shape, stored, value.copy))
             values.append(value)
     processes = jax_processes()
     with replacing_together(folder, processes) as beside:
         if processes.index == 0:
-            write_safetensors(beside / WEIGHTS, tensors, values)
+            write_safetensors(beside / ADAPTER_WEIGHTS, tensors, values)
             content = {
                 "peft_type": "LORA",
                 "task_type": "CAUSAL_LM",
@@ -95,15 +243,14 @@ def save_drafter(
                 "wedlm": {
                     "rows": lora.rows,
                     "window_size": lora.window_size,
-                    "base_digest": base_digest(open_checkpoint(base)),
+                    "base_digest": base_digest(base),
                 },
             }
-            text = json.dumps(content, indent=2) + "\n"
-            (beside / CONFIG).write_text(text, encoding="utf-8")
+            write_object(beside / ADAPTER_CONFIG, content)
 
 
 def with_drafter(
-    model: Transformer, base: Path, folder: str | Path, mesh: Mesh | None = None
+    model: Transformer, base: Checkpoint, folder: str | Path, mesh: Mesh | None = None
 ) -> Transformer:
     """Reads a drafter and puts it beside its model.
 
@@ -117,48 +264,33 @@ def with_drafter(
       InputError: naming the file: it is none of a drafter, or of another model.
     """
     folder = as_path(folder)
-    lora = _read_config(folder, base)
-    file = SafetensorsFile(folder / WEIGHTS)
-    shapes = nnx.eval_shape(
-        lambda: with_adapters(Transformer(model.config, rngs=nnx.Rngs(0)), lora, nnx.Rngs(0))
-    )
-    expected = dict(nnx.state(shapes, nnx.LoRAParam).flat_state())
+    lora = _drafter_config(folder, base)
+    file = SafetensorsFile(folder / ADAPTER_WEIGHTS)
     left = dict(file.tensors)
-    values: dict[tuple[Any, ...], np.ndarray] = {}
-    for path, leaf in expected.items():
-        stacked = path[0] == "layers"
-        layers: list[int | None] = [*range(leaf.shape[0])] if stacked else [None]
-        parts = []
-        for layer in layers:
-            name, shape = _stored_name(path, layer), leaf.shape[1:] if stacked else leaf.shape
-            if name not in left:
-                raise InputError(f"{file.path}: tensor {name!r} is missing")
-            tensor = left.pop(name)
-            if tensor.shape != shape:
-                raise InputError(
-                    f"{file.path}: tensor {name!r} has shape {list(tensor.shape)}, expected "
-                    f"{list(shape)}"
-                )
-            parts.append(tensor.read().astype(np.float32))
-        values[path] = np.stack(parts) if stacked else parts[0]
+
+    def read(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name not in left:
+            raise InputError(f"{file.path}: tensor {name!r} is missing")
+        tensor = left.pop(name)
+        if tensor.shape != shape:
+            raise InputError(
+                f"{file.path}: tensor {name!r} has shape {list(tensor.shape)}, expected "
+                f"{list(shape)}"
+            )
+        return tensor.read().astype(np.float32)
+
+    dtype = model.embed_tokens[...].dtype
+    made = with_adapters(model, lora, nnx.Rngs(0))
+    placed = {}
+    for path, leaf in nnx.state(made, nnx.LoRAParam).flat_state():
+        # Whether layers are stacked or not, a tensor is a matrix of one layer, or the embedding.
+        parts = [read(name, leaf.shape[-2:]) for name in _stored_names(path, leaf.shape)]
+        value = jnp.asarray(np.stack(parts).reshape(leaf.shape), dtype)
+        placed[path] = nnx.LoRAParam(_placed(value, path, mesh))
     if left:
         raise InputError(f"{file.path}: tensor {min(left)!r} is not part of a drafter")
-    dtype, apart = model.embed_tokens[...].dtype, not are_stacked(model)
-    placed = {
-        own: nnx.LoRAParam(_placed(jnp.asarray(array, dtype), own, mesh))
-        for path, value in values.items()
-        for own, array in (_by_layer(path, value) if apart else {path: value}).items()
-    }
-    made = with_adapters(model, lora, nnx.Rngs(0))
     nnx.update(made, nnx.State.from_flat_path(placed))
     return made
-
-
-def _by_layer(path: tuple[Any, ...], value: np.ndarray) -> dict[tuple[Any, ...], np.ndarray]:
-    """Returns a stacked parameter's layers by their paths where layers lie apart."""
-    if path[0] != "layers":
-        return {path: value}
-    return {("layers", layer, *path[1:]): own for layer, own in enumerate(value)}
 
 
 def _placed(array: jax.Array, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
@@ -169,38 +301,29 @@ def _placed(array: jax.Array, path: tuple[Any, ...], mesh: Mesh | None) -> jax.A
     return jax.device_put(array, NamedSharding(mesh, spec(axes)))
 
 
-def _stored_name(path: tuple[Any, ...], layer: int | None) -> str:
-    """Returns PEFT's name of an adapter's matrix, of one layer."""
-    if layer is None:
-        return EMBEDDING
+def _stored_names(path: tuple[Any, ...], shape: tuple[int, ...]) -> list[str]:
+    """Returns PEFT's names of an adapter's matrices, one for each layer that a parameter has."""
+    if path[0] != "layers":
+        return [EMBEDDING]
     _, *owner, _, part = path
-    return f"base_model.model.model.layers.{layer}.{'.'.join(owner)}.lora_{part.upper()}.weight"
+    layers = [owner.pop(0)] if isinstance(owner[0], int) else range(shape[0])
+    rest = f"{'.'.join(owner)}.lora_{part.upper()}.weight"
+    return [f"base_model.model.model.layers.{layer}.{rest}" for layer in layers]
 
 
-def _read_config(folder: Path, base: Path) -> LoraConfig:
-    path = folder / CONFIG
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        rank, alpha = int(content["r"]), float(content["lora_alpha"])
-        targets, ours = content["target_modules"], content.get("wedlm")
-    except FileNotFoundError:
-        raise InputError(f"{folder}: no drafter, which would have {CONFIG}") from None
-    except OSError as error:
-        raise file_error(path, "cannot be read", error) from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{path}: not the configuration of LoRA adapters ({error})") from None
-    if not isinstance(ours, dict) or ours.get("rows") != "masked":
+def _drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
+    content = read_adapter_config(folder, drafter=True)
+    rank, targets, ours = content["r"], content.get("target_modules"), content["wedlm"]
+    if not isinstance(targets, list) or not {*map(str, targets)} <= {*TARGETS}:
         raise InputError(
-            f"{folder}: these adapters act on rows of text: give them as the model; a drafter's, "
-            "from `wedlm train` with objective drafter, act on masks only"
+            f"{folder / ADAPTER_CONFIG}: not what a drafter has: rank {rank}, targets {targets}"
         )
-    unknown = sorted({*map(str, targets)} - {*TARGETS})
-    if unknown or rank < 1:
-        raise InputError(f"{path}: not what a drafter has: rank {rank}, targets {targets}")
-    if ours.get("base_digest") != base_digest(open_checkpoint(base)):
+    if ours.get("base_digest") != base_digest(base):
         raise InputError(
-            f"{folder}: a drafter of another model: the parameters of {base} are not those that it "
-            "was trained beside"
+            f"{folder}: a drafter of another model: the parameters of {base.folder} are not those "
+            "that it was trained beside"
         )
     known = tuple(name for name in TARGETS if name in targets)
-    return LoraConfig(rank, alpha, known, "masked", int(ours.get("window_size", 0)))
+    return LoraConfig(
+        int(rank), float(content["lora_alpha"]), known, "masked", int(ours.get("window_size", 0))
+    )

@@ -15,7 +15,6 @@ import numpy as np
 from wedlm_jax.checkpoint import HF, ORBAX, PEFT, RUN, TITLES
 from wedlm_jax.checkpoint.hf import Checkpoint, write_config
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint, packaged_file
-from wedlm_jax.checkpoint.peft import WEIGHTS as ADAPTERS
 from wedlm_jax.checkpoint.safetensors import (
     DTYPES,
     DeferredArray,
@@ -207,7 +206,7 @@ def _write_drafter(
     run: Path, destination: Path, dtype: str | None, given: str | None
 ) -> Converted | None:
     """Writes the drafter that a run trains; None of a run that trains a model."""
-    from wedlm_jax.checkpoint.adapters import save_drafter
+    from wedlm_jax.checkpoint.adapters import ADAPTER_WEIGHTS, save_drafter
     from wedlm_jax.checkpoint.orbax import drafter_of_run
 
     drafter = drafter_of_run(run)
@@ -220,7 +219,7 @@ def _write_drafter(
     adapters, lora, base = drafter
     dtype = dtype or "bfloat16"
     save_drafter(adapters, lora, destination, base=base, dtype=dtype)
-    tensors = SafetensorsFile(destination / ADAPTERS).tensors.values()
+    tensors = SafetensorsFile(destination / ADAPTER_WEIGHTS).tensors.values()
     return Converted(PEFT, len(tensors), sum(tensor.nbytes for tensor in tensors), (dtype,))
 
 

@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.checkpoint.hf import (
@@ -37,6 +36,7 @@ from wedlm_jax.checkpoint.names import (
     Entry,
     arrays_from_model,
     check_tensors,
+    gathered,
     model_from_arrays,
     parameter_entries,
 )
@@ -51,10 +51,6 @@ from wedlm_jax.model.layer_layout import are_stacked
 from wedlm_jax.model.lora import adapter_of, merged_weight
 from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.sharding import parameter_axes, spec
-
-PIECE_BYTES = 2**28
-"""What is gathered at a time of an array that several hosts share; every device holds it for a
-moment."""
 
 Span = tuple[int, int]
 """Start and end, the latter excluded."""
@@ -349,69 +345,3 @@ def save_checkpoint(
                 copy_tokenizer(as_path(tokenizer_from), beside)
                 if raw_config is None:
                     write_stop_tokens(beside, config.eos_token_ids)
-
-
-def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
-    """Returns an array, or a layer of a stacked one, in host memory; do not write to it.
-
-    If it is spread over several hosts, all of them must call this in the same order, and each gets
-    the whole array.
-    """
-    if not array.is_fully_addressable:
-        return _from_all_hosts(array if layer is None else _layer(array, layer))
-    shape = array.shape if layer is None else array.shape[1:]
-    whole = None
-    for shard in array.addressable_shards:
-        index = shard.index
-        if layer is not None:
-            start, end, _ = index[0].indices(array.shape[0])
-            if not start <= layer < end:
-                continue
-            index = index[1:]
-        if shard.replica_id:
-            continue
-        values = _on_host(shard.data, None if layer is None else layer - start)
-        if values.shape == shape:
-            return values
-        whole = np.empty(shape, array.dtype) if whole is None else whole
-        bits(whole)[index] = bits(values)
-    assert whole is not None
-    return whole
-
-
-def _from_all_hosts(array: jax.Array) -> np.ndarray:
-    """Returns all of an array in host memory; it goes through every device in chunks."""
-    if array.ndim == 0 or array.nbytes <= PIECE_BYTES:
-        return _from_hosts(array)
-    whole = np.empty(array.shape, array.dtype)
-    rows = max(PIECE_BYTES * len(array) // array.nbytes, 1)
-    for start in range(0, len(array), rows):
-        # The last piece begins where a whole one still fits, so that one program serves all.
-        start = min(start, len(array) - rows)
-        piece = _from_hosts(_rows(array, start, rows))
-        bits(whole)[start : start + rows] = bits(piece)
-    return whole
-
-
-def _from_hosts(array: jax.Array) -> np.ndarray:
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-@partial(jax.jit, static_argnums=2)
-def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(array, start, count)
-
-
-def _on_host(data: jax.Array, layer: int | None) -> np.ndarray:
-    [device] = data.devices()
-    if device.platform == "cpu":
-        values = np.asarray(data)  # the memory of the array itself
-        return values if layer is None else values[layer]
-    # From elsewhere values are copied, and an array keeps such a copy while it lives: so one
-    # that is dropped at once is copied.
-    return np.asarray(data.copy() if layer is None else _layer(data, layer))
-
-
-@jax.jit
-def _layer(stacked: jax.Array, layer: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stacked, layer, keepdims=False)

@@ -1,21 +1,28 @@
-"""The names of parameters, ours, Hugging Face's and llama.cpp's, in one table."""
+"""The names of parameters, ours, Hugging Face's and llama.cpp's, in one table; and a model's arrays
+by name."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from wedlm_jax.checkpoint.hf import Checkpoint
-from wedlm_jax.checkpoint.safetensors import DeferredArray
+from wedlm_jax.checkpoint.safetensors import DeferredArray, bits
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.transformer import abstract_model
+
+PIECE_BYTES = 2**28
+"""What is gathered at a time of an array that several hosts share; every device holds it for a
+moment."""
 
 # The parameter-name table: our path where layers are stacked, Hugging Face's name, that of
 # llama.cpp's GGUF. "{}" stands for the layer.
@@ -157,3 +164,51 @@ def dotted_path(path: tuple[Any, ...]) -> str:
     """Converts a pytree key path of a model's `nnx.State` to a dotted path of the table."""
     parts = [str(getattr(p, "key", getattr(p, "name", ""))) for p in path]
     return ".".join(p for p in parts if p not in ("value", ""))
+
+
+def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
+    """Returns an array, or a layer of a stacked one, in host memory; do not write to it.
+
+    If it is spread over several hosts, all of them must call this in the same order, and each gets
+    the whole array.
+    """
+    dtype = array.dtype
+    if layer is not None:
+        array = _layer(array, layer)
+    if not array.is_fully_addressable:
+        return _from_all_hosts(array).view(dtype)
+    # An array keeps its copy on the host while it lives, so another is made of the same buffers.
+    parts = [shard.data for shard in array.addressable_shards]
+    same = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+    return np.asarray(same).view(dtype)
+
+
+def _from_all_hosts(array: jax.Array) -> np.ndarray:
+    """Returns all of an array in host memory; it goes through every device in chunks."""
+    if array.ndim == 0 or array.nbytes <= PIECE_BYTES:
+        return _from_hosts(array)
+    whole = np.empty(array.shape, array.dtype)
+    rows = max(PIECE_BYTES * len(array) // array.nbytes, 1)
+    for start in range(0, len(array), rows):
+        # The last piece begins where a whole one still fits, so that one program serves all.
+        start = min(start, len(array) - rows)
+        piece = _from_hosts(_rows(array, start, rows))
+        bits(whole)[start : start + rows] = bits(piece)
+    return whole
+
+
+def _from_hosts(array: jax.Array) -> np.ndarray:
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+@partial(jax.jit, static_argnums=2)
+def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, count)
+
+
+@jax.jit
+def _layer(stacked: jax.Array, layer: int) -> jax.Array:
+    """Returns a layer as unsigned integers: CPUs would compute with float32 instead of bfloat16,
+    and change the bits of what is no number."""
+    words = jax.lax.bitcast_convert_type(stacked, jnp.dtype(f"uint{8 * stacked.dtype.itemsize}"))
+    return jax.lax.dynamic_index_in_dim(words, layer, keepdims=False)

@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 
-from wedlm_jax.checkpoint import GGUF, HF, ORBAX, PEFT, RUN, RUN_MODEL, RUN_STATES
+from wedlm_jax.checkpoint import ADAPTER_CONFIG, GGUF, HF, ORBAX, PEFT, RUN, RUN_MODEL, RUN_STATES
 from wedlm_jax.checkpoint.hf import (
     INDEX,
     WEIGHTS,
@@ -22,8 +22,6 @@ from wedlm_jax.checkpoint.hf import (
     model_config,
     write_config,
 )
-from wedlm_jax.checkpoint.peft import CONFIG as ADAPTER_CONFIG
-from wedlm_jax.checkpoint.peft import PeftCheckpoint, base_of
 from wedlm_jax.config import ModelConfig, read_config_json
 from wedlm_jax.errors import InputError, StorageFailure, file_error, nearest
 from wedlm_jax.host.atomic import alone, replacing
@@ -103,6 +101,8 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
 
         return GGUFCheckpoint(path)
     if kind == PEFT:
+        from wedlm_jax.checkpoint.adapters import PeftCheckpoint
+
         return PeftCheckpoint(path, open_checkpoint(_base_model(path)))
     from wedlm_jax.checkpoint.orbax import OrbaxCheckpoint, RunCheckpoint
 
@@ -183,6 +183,8 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
 
 
 def _base_model(adapters: Path, *, download: bool = True) -> Path:
+    from wedlm_jax.checkpoint.adapters import base_of
+
     base = base_of(adapters)
     if (as_path(base) / ADAPTER_CONFIG).exists():
         raise InputError(f"{adapters}: its base {base} is adapters, too; merge that one")

@@ -417,23 +417,23 @@ def _newest(folder: Path) -> tuple[Path, Path, LoraConfig | None]:
     return run, step_tree(state), described_lora(run)
 
 
-def drafter_of_run(folder: Path) -> tuple[nnx.State, LoraConfig, Path] | None:
+def drafter_of_run(folder: Path) -> tuple[nnx.State, LoraConfig, Checkpoint] | None:
     """Reads the drafter that a run trains from its newest complete state.
 
     Returns:
-      its adapters, which they are, and the folder of the model that they belong to; None of a run
+      its adapters, which they are, and the model that they belong to; None of a run
       that trains a model.
     """
     run, arrays, lora = _newest(folder)
     if lora is None or lora.rows != "masked":
         return None
-    config = HFCheckpoint(run / RUN_BASE).config
-    names = _trained_names(arrays, array_headers(arrays), config, lora)
+    base = HFCheckpoint(run / RUN_BASE)
+    names = _trained_names(arrays, array_headers(arrays), base.config, lora)
     values = read_arrays(arrays, names.values())
-    leaves, structure = jax.tree.flatten(_trained_shapes(config, lora))
+    leaves, structure = jax.tree.flatten(_trained_shapes(base.config, lora))
     assert len(leaves) == len(names)
     adapters = jax.tree.unflatten(structure, [jnp.asarray(values[name]) for name in names.values()])
-    return adapters, lora, run / RUN_BASE
+    return adapters, lora, base
 
 
 def _trained_names(

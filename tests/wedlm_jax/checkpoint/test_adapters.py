@@ -38,7 +38,7 @@ def adapters():
 @pytest.fixture(scope="module")
 def drafter(adapters, base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters") / "drafter"
-    save_drafter(adapters, LORA, folder, base=base, dtype="float32")
+    save_drafter(adapters, LORA, folder, base=open_checkpoint(base), dtype="float32")
     return folder
 
 
@@ -46,7 +46,7 @@ def drafter(adapters, base, tmp_path_factory):
 def test_what_is_written_is_read(layout, base, drafter, adapters):
     mesh = make_mesh({"tensor": 2}, jax.devices()[:2]) if layout == "mesh" else None
     model = load_checkpoint(base, mesh=mesh, stacked=layout != "apart")
-    made = with_drafter(model, base, drafter, mesh)
+    made = with_drafter(model, open_checkpoint(base), drafter, mesh)
     assert made.config.has_drafter
     expected = with_adapters(whole_model(), LORA, nnx.Rngs(0))
     nnx.update(expected, adapters)

@@ -10,12 +10,13 @@ from safetensors.numpy import load_file, save_file
 from tests.examples.checkpoints import hf_values, refused, write_tiny
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax import LLM, SamplingParams
+from wedlm_jax.checkpoint import ADAPTER_CONFIG as CONFIG
+from wedlm_jax.checkpoint.adapters import ADAPTER_WEIGHTS as WEIGHTS
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.info import describe
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model
 from wedlm_jax.checkpoint.open import open_checkpoint
-from wedlm_jax.checkpoint.peft import CONFIG, WEIGHTS
 from wedlm_jax.sharding import make_mesh
 
 RANK, ALPHA = 3, 6.0
