@@ -15,17 +15,17 @@ from train.checkpoint import Checkpoints, read_state
 from train.data.manifest import mask_token_in, read_manifest
 from train.data.samples import load_tokenizer
 from train.data.sources import open_sources
+from train.mask_token import (
+    choose_mask_token,
+    describe_mask_token,
+    special_tokens,
+)
 from train.program import TrainProgram, lora_of
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
 from train.resume import Origin
 from train.step import TrainState
 from wedlm_jax.checkpoint import RUN_BASE, RUN_MODEL
-from wedlm_jax.checkpoint.mask_token import (
-    choose_mask_token,
-    describe_mask_token,
-    special_tokens,
-)
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint, read_architecture

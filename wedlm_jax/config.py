@@ -161,9 +161,8 @@ class RopeConfig:
 class ModelConfig:
     """The architecture of a Qwen2.5-, Qwen3-, Llama-, Mistral- or WeDLM-shaped decoder.
 
-    ``mask_token_id`` is None if none has been chosen yet, as in stock checkpoints (see
-    `wedlm_jax.checkpoint.mask_token`). Masks of such a model do not draft, unless it has adapters
-    that act on masks (``has_drafter``).
+    ``mask_token_id`` is None if none has been chosen yet, as in stock checkpoints. Masks of
+    such a model do not draft, unless it has adapters that act on masks (``has_drafter``).
     """
 
     vocab_size: int

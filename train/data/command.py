@@ -238,7 +238,7 @@ def _mask_tokens(folder: str, made: Manifest) -> str | None:
     from tokenizers import Tokenizer
 
     from train.data.manifest import mask_token_in
-    from wedlm_jax.checkpoint.mask_token import choose_mask_token, special_tokens
+    from train.mask_token import choose_mask_token, special_tokens
     from wedlm_jax.config import config_from_hf, read_config_json
 
     path = Path(folder)

@@ -35,6 +35,7 @@ from wedlm_jax.checkpoint.safetensors import (
     numpy_dtype,
     write_safetensors,
 )
+from wedlm_jax.config import read_object
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import jax_processes, replacing_together
 from wedlm_jax.host.storage import as_path

@@ -8,7 +8,6 @@ import dataclasses
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -181,8 +180,9 @@ def convert(
         with replacing(destination) as beside, bar:
             opened = open_checkpoint(source, config_from)
             raw = opened.raw_config
-            if dtype is not None:
-                raw = _with_dtype(raw, dtype)
+            if dtype is not None:  # under the name that the field has there
+                older = "torch_dtype" in raw and "dtype" not in raw
+                raw = {**raw, "torch_dtype" if older else "dtype": dtype}
             if model_type is not None:  # refused before a value is read
                 raw = with_model_type(raw, model_type, opened.config)
             result = _write(opened, np_dtype, target, beside, bar)
@@ -241,12 +241,6 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
                 f"{destination}: not a checkpoint, and --force replaces nothing else; "
                 "name another folder"
             )
-
-
-def _with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Returns ``config.json`` as it stands, but for the field that names a dtype."""
-    field = "torch_dtype" if "torch_dtype" in raw and "dtype" not in raw else "dtype"
-    return {**raw, field: dtype}
 
 
 def _write(

@@ -27,7 +27,7 @@ from tokenizers import (
 )
 
 from wedlm_jax.checkpoint import GGUF
-from wedlm_jax.checkpoint.hf import PART_TENSORS, Checkpoint
+from wedlm_jax.checkpoint.hf import PART_TENSORS, Checkpoint, values_by_dtype
 from wedlm_jax.checkpoint.names import PARAMETER_TABLE
 from wedlm_jax.checkpoint.safetensors import DeferredArray, Rows, array_in_rows
 from wedlm_jax.config import config_from_hf, config_to_hf
@@ -126,7 +126,8 @@ class GGUFCheckpoint(Checkpoint):
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         self.tensors = {name: self._tensor(name, tensor) for name, tensor in self._stored.items()}
-        self.raw_config = config_to_hf(self.config, dtype=next(iter(self.values_by_dtype())))
+        dtype = next(iter(values_by_dtype(self.tensors.values())))
+        self.raw_config = config_to_hf(self.config, dtype=dtype)
 
     def _fail(self, what: str) -> InputError:
         return InputError(f"{self.folder}: {what}")

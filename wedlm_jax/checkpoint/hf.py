@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,6 @@ class Checkpoint:
     config: ModelConfig
     raw_config: dict[str, Any]
     tensors: Mapping[str, DeferredArray]
-
-    def values_by_dtype(self) -> dict[str, int]:
-        """Counts the values of each dtype ("float32", "bfloat16"), the most frequent first."""
-        counts: Counter[str] = Counter()
-        for tensor in self.tensors.values():
-            counts[tensor.dtype.name] += tensor.size
-        return dict(counts.most_common())
 
     def stored_name(self, name: str) -> str:
         """Returns a tensor's name in the file, for messages."""
@@ -262,12 +255,12 @@ def require_replaceable(folder: Path) -> None:
         raise InputError(f"{folder}: not empty, and not a checkpoint that could be replaced")
 
 
-def largest_dtype(tensors: Sequence[DeferredArray]) -> str:
-    """Returns the name of the dtype that most bytes have."""
-    size: Counter[str] = Counter()
+def values_by_dtype(tensors: Iterable[DeferredArray]) -> dict[str, int]:
+    """Counts the values of each dtype ("float32", "bfloat16"), the most frequent first."""
+    counts: Counter[str] = Counter()
     for tensor in tensors:
-        size[tensor.dtype.name] += tensor.nbytes
-    return size.most_common(1)[0][0]
+        counts[tensor.dtype.name] += tensor.size
+    return dict(counts.most_common())
 
 
 def plan_files(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.checkpoint import TITLES
+from wedlm_jax.checkpoint.hf import values_by_dtype
 from wedlm_jax.checkpoint.open import find_model, open_checkpoint
 from wedlm_jax.config import ModelConfig, read_object
 from wedlm_jax.host.command_line import CommandParser
@@ -51,7 +52,7 @@ def describe(folder: str | Path | None) -> dict[str, Any]:
     folder = find_model(folder, download=False)
     checkpoint = open_checkpoint(folder)
     config, raw = checkpoint.config, checkpoint.raw_config
-    dtypes, files = checkpoint.values_by_dtype(), file_sizes(folder)
+    dtypes, files = values_by_dtype(checkpoint.tensors.values()), file_sizes(folder)
     return {
         "folder": str(folder),
         "format": checkpoint.kind,

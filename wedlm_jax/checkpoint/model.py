@@ -25,9 +25,9 @@ from wedlm_jax.checkpoint.hf import (
     SHARD_BYTES,
     Checkpoint,
     copy_tokenizer,
-    largest_dtype,
     plan_files,
     require_replaceable,
+    values_by_dtype,
     write_config,
     write_stop_tokens,
     write_weights,
@@ -339,7 +339,7 @@ def save_checkpoint(
     with replacing_together(folder, processes) as beside:
         write_weights(plan_files(tensors, shard_bytes), beside, processes)
         if processes.index == 0:
-            written = dtype or largest_dtype(tensors)
+            written = dtype or next(iter(values_by_dtype(tensors)))
             write_config(beside, raw_config or config_to_hf(config, dtype=written))
             if tokenizer_from is not None:
                 copy_tokenizer(as_path(tokenizer_from), beside)

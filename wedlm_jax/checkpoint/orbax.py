@@ -34,6 +34,7 @@ from wedlm_jax.checkpoint.hf import (
     copy_tokenizer,
     model_config,
     read_object,
+    values_by_dtype,
     write_config,
     write_object,
 )
@@ -341,7 +342,8 @@ class RunCheckpoint(OrbaxTensors):
                 for entry in check_tensors(base)
                 for layer, name in enumerate(entry.hf_names)
             }
-        self.raw_config = config_to_hf(self.config, dtype=min(self.values_by_dtype()))
+        dtype = min(values_by_dtype(self.tensors.values()))
+        self.raw_config = config_to_hf(self.config, dtype=dtype)
 
     def _merged(self, tensor: DeferredArray, path: str, layer: int) -> DeferredArray:
         """Returns a tensor of the base with what adapters add to it. It is in float32, as a run

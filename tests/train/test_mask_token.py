@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from tests.examples.checkpoints import tiny_config
 from train.data.tokenizer import train_tokenizer
-from wedlm_jax.checkpoint.mask_token import (
+from train.mask_token import (
     choose_mask_token,
     describe_mask_token,
     is_ordinary,
