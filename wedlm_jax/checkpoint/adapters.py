@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from wedlm_jax.checkpoint import ADAPTER_CONFIG, PEFT
 from wedlm_jax.checkpoint.hf import Checkpoint, write_object
@@ -41,7 +41,7 @@ from wedlm_jax.host.processes import jax_processes, replacing_together
 from wedlm_jax.host.storage import as_path
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
-from wedlm_jax.sharding import parameter_axes, spec
+from wedlm_jax.sharding import tree_shardings
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 EMBEDDING = "base_model.model.mask_embedding"
@@ -286,20 +286,12 @@ def with_drafter(
     for path, leaf in nnx.state(made, nnx.LoRAParam).flat_state():
         # Whether layers are stacked or not, a tensor is a matrix of one layer, or the embedding.
         parts = [read(name, leaf.shape[-2:]) for name in _stored_names(path, leaf.shape)]
-        value = jnp.asarray(np.stack(parts).reshape(leaf.shape), dtype)
-        placed[path] = nnx.LoRAParam(_placed(value, path, mesh))
+        placed[path] = nnx.LoRAParam(jnp.asarray(np.stack(parts).reshape(leaf.shape), dtype))
     if left:
         raise InputError(f"{file.path}: tensor {min(left)!r} is not part of a drafter")
-    nnx.update(made, nnx.State.from_flat_path(placed))
+    state = nnx.State.from_flat_path(placed)
+    nnx.update(made, state if mesh is None else jax.device_put(state, tree_shardings(mesh, state)))
     return made
-
-
-def _placed(array: jax.Array, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
-    if mesh is None:
-        return array
-    axes = parameter_axes("/".join(map(str, path)))
-    assert axes is not None
-    return jax.device_put(array, NamedSharding(mesh, spec(axes)))
 
 
 def _stored_names(path: tuple[Any, ...], shape: tuple[int, ...]) -> list[str]:

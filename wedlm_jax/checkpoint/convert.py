@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from wedlm_jax.checkpoint import HF, ORBAX, PEFT, RUN, TITLES
-from wedlm_jax.checkpoint.hf import Checkpoint, write_config
+from wedlm_jax.checkpoint.hf import Checkpoint, write_config, write_weights
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint, packaged_file
 from wedlm_jax.checkpoint.safetensors import (
     DTYPES,
@@ -247,7 +247,6 @@ def _write(
     source: Checkpoint, dtype: np.dtype | None, format: str, folder: Path, bar: ProgressBar
 ) -> Converted:
     """Writes the weights; see `convert`."""
-    from wedlm_jax.checkpoint.hf import plan_files, write_weights
     from wedlm_jax.checkpoint.model import stored_parameters
     from wedlm_jax.checkpoint.names import stored_tensors
     from wedlm_jax.checkpoint.orbax import write_arrays
@@ -265,6 +264,6 @@ def _write(
     if format == ORBAX:
         write_arrays(folder / ORBAX, {array.name: array for array in arrays})
     else:
-        write_weights(plan_files(arrays), folder)
+        write_weights(arrays, folder)
     dtypes = sorted({array.dtype.name for array in arrays})
     return Converted(format, len(arrays), sum(array.nbytes for array in arrays), tuple(dtypes))

@@ -117,12 +117,16 @@ class GGUFCheckpoint(Checkpoint):
                 "them with `llama-gguf-split --merge`"
             )
         for tensor in reader.tensors:
-            self._check_type(tensor.name, tensor.tensor_type.name)
+            if (kind := tensor.tensor_type.name) not in (*PLAIN, *QUANTIZED):
+                raise self._fail(
+                    f"tensor {tensor.name!r} is of type {kind}, which is not supported (only "
+                    f"{', '.join((*PLAIN, *QUANTIZED))})"
+                )
         self._stored = {_renamed(tensor.name, HF_NAMES): tensor for tensor in reader.tensors}
         self._llama3_factors = self._stored.pop(ROPE_FACTORS, None)
-        self.raw_config = self._raw_config()
+        raw = self._raw_config()
         try:
-            self.config = config_from_hf(self.raw_config)
+            self.config = config_from_hf(raw)
         except InputError as error:
             raise InputError(f"{path}: {error}") from None
         self.tensors = {name: self._tensor(name, tensor) for name, tensor in self._stored.items()}
@@ -131,13 +135,6 @@ class GGUFCheckpoint(Checkpoint):
 
     def _fail(self, what: str) -> InputError:
         return InputError(f"{self.folder}: {what}")
-
-    def _check_type(self, name: str, kind: str) -> None:
-        if kind not in (*PLAIN, *QUANTIZED):
-            raise self._fail(
-                f"tensor {name!r} is of type {kind}, which is not supported (only "
-                f"{', '.join((*PLAIN, *QUANTIZED))})"
-            )
 
     def _raw_config(self) -> dict[str, Any]:
         """Returns the metadata as the content of a ``config.json``.

@@ -263,11 +263,48 @@ def values_by_dtype(tensors: Iterable[DeferredArray]) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def plan_files(
-    tensors: Sequence[DeferredArray], shard_bytes: int = SHARD_BYTES
-) -> dict[str, list[DeferredArray]]:
-    """Assigns tensors to files: one file, or several of at most ``shard_bytes`` each (more only for
-    a tensor that is larger by itself)."""
+def write_weights(
+    tensors: Sequence[DeferredArray],
+    folder: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    processes: Processes = ALONE,
+) -> None:
+    """Writes tensors as one file, or as several and an index.
+
+    Processes take turns: each file is written by one of them, and every tensor is read by all,
+    since several may be needed to gather it. A process whose disk fails goes on reading, so that
+    the others do not wait for it, and fails at the end.
+
+    Args:
+      tensors: the same in all processes.
+      folder: where to write; all processes see it.
+      shard_bytes: the size of a file at most, unless a single tensor is larger.
+      processes: this process among the others.
+    """
+    files = _planned(tensors, shard_bytes)
+    failure: Exception | None = None
+    for number, (name, group) in enumerate(files.items()):
+        values = (tensor.read() for tensor in group)
+        if number % processes.count == processes.index and failure is None:
+            try:
+                write_safetensors(folder / name, group, values)
+            except (OSError, InputError, StorageFailure) as error:
+                failure = error
+        if processes.count > 1:
+            for _ in values:
+                pass
+    if failure is not None:
+        raise failure
+    if len(files) > 1 and processes.index == 0:
+        weight_map = {tensor.name: name for name, group in files.items() for tensor in group}
+        total = sum(tensor.nbytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_object(folder / INDEX, index)
+
+
+def _planned(tensors: Sequence[DeferredArray], shard_bytes: int) -> dict[str, list[DeferredArray]]:
+    """Assigns tensors to files."""
     groups: list[list[DeferredArray]] = [[]]
     size = 0
     for tensor in tensors:
@@ -284,41 +321,3 @@ def plan_files(
     return {
         f"model-{i + 1:05d}-of-{count:05d}.safetensors": group for i, group in enumerate(groups)
     }
-
-
-def write_weights(
-    files: Mapping[str, Sequence[DeferredArray]], folder: Path, processes: Processes = ALONE
-) -> None:
-    """Writes the files of a plan, with an index where there are several.
-
-    Processes take turns: each file is written by one of them, and every tensor is read by all,
-    since several may be needed to gather it. A process whose disk fails goes on reading, so that
-    the others do not wait for it, and fails at the end.
-
-    Args:
-      files: from `plan_files`, the same in all processes.
-      folder: where to write; all processes see it.
-      processes: this process among the others.
-    """
-    failure: Exception | None = None
-    for number, (name, tensors) in enumerate(files.items()):
-        values = (tensor.read() for tensor in tensors)
-        if number % processes.count == processes.index and failure is None:
-            try:
-                write_safetensors(folder / name, tensors, values)
-            except (OSError, InputError, StorageFailure) as error:
-                failure = error
-        if processes.count > 1:
-            for _ in values:
-                pass
-    if failure is not None:
-        raise failure
-    if len(files) > 1 and processes.index == 0:
-        _write_index(files, folder)
-
-
-def _write_index(files: Mapping[str, Sequence[DeferredArray]], folder: Path) -> None:
-    weight_map = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
-    total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_object(folder / INDEX, index)

@@ -25,7 +25,6 @@ from wedlm_jax.checkpoint.hf import (
     SHARD_BYTES,
     Checkpoint,
     copy_tokenizer,
-    plan_files,
     require_replaceable,
     values_by_dtype,
     write_config,
@@ -337,7 +336,7 @@ def save_checkpoint(
         for layer, name in enumerate(entry.hf_names)
     ]
     with replacing_together(folder, processes) as beside:
-        write_weights(plan_files(tensors, shard_bytes), beside, processes)
+        write_weights(tensors, beside, shard_bytes=shard_bytes, processes=processes)
         if processes.index == 0:
             written = dtype or next(iter(values_by_dtype(tensors)))
             write_config(beside, raw_config or config_to_hf(config, dtype=written))

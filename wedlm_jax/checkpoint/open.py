@@ -21,6 +21,7 @@ from wedlm_jax.checkpoint.hf import (
     HFCheckpoint,
     model_config,
     write_config,
+    write_weights,
 )
 from wedlm_jax.config import ModelConfig, read_config_json
 from wedlm_jax.errors import InputError, StorageFailure, file_error, nearest
@@ -245,12 +246,11 @@ def packaged_file(model: str | Path) -> Path | None:
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    from wedlm_jax.checkpoint.hf import plan_files, write_weights
     from wedlm_jax.checkpoint.names import stored_tensors
 
     checkpoint = open_checkpoint(file)
     with replacing(folder) as beside:
-        write_weights(plan_files(stored_tensors(checkpoint)), beside)
+        write_weights(stored_tensors(checkpoint), beside)
         write_config(beside, checkpoint.raw_config)
         checkpoint.write_tokenizer(beside)
 

@@ -264,13 +264,11 @@ class OrbaxTensors(Checkpoint):
         for path in sorted(names, key=[*known, *names].index):
             template, header = known.get(path, path), headers[names[path]]
             shape, dtype = tuple(header.shape), np.dtype(header.dtype)
-            if "{}" not in template:
-                read = partial(self._read, path, None)
-                self.tensors[template] = DeferredArray(template, shape, dtype, read)
-                continue
-            for layer in range(shape[0] if shape else 1):
+            stacked = "{}" in template
+            for layer in range(shape[0]) if stacked and shape else [None]:
                 name, read = template.format(layer), partial(self._read, path, layer)
-                self.tensors[name] = DeferredArray(name, shape[1:], dtype, read)
+                own = shape[1:] if stacked else shape
+                self.tensors[name] = DeferredArray(name, own, dtype, read)
 
     def _read(self, path: str, layer: int | None) -> np.ndarray:
         [values] = self._parameters(path)
@@ -299,11 +297,6 @@ class OrbaxCheckpoint(OrbaxTensors):
         self.tokenizer_folder = folder
         self.raw_config = read_config_json(folder)
         headers = array_headers(folder / ORBAX)
-        if any(path.endswith(".kernel") for path in headers):
-            raise InputError(
-                f"{folder / ORBAX}: its matrices lie [in, out], as earlier versions wrote them; "
-                "`wedlm convert` the checkpoint in Hugging Face's format again"
-            )
         self._set_arrays(folder / ORBAX, {path: path for path in headers}, headers)
         self.config = model_config(folder, self.raw_config, self.tensors)
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from wedlm_jax.checkpoint.hf import plan_files, write_config, write_weights
+from wedlm_jax.checkpoint.hf import write_config, write_weights
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.config import config_from_hf
@@ -72,7 +72,7 @@ def source(tmp_path):
         folder = tmp_path / "source"
         folder.mkdir()
         write_config(folder, {**QWEN3_1_7B, **changes})
-        write_weights(plan_files(large_tensors(**changes), SHARD_BYTES), folder)
+        write_weights(large_tensors(**changes), folder, shard_bytes=SHARD_BYTES)
         return folder
 
     yield write

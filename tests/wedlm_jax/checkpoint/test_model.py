@@ -32,7 +32,7 @@ from tests.examples.checkpoints import (
 )
 from wedlm_jax.checkpoint import hf, safetensors
 from wedlm_jax.checkpoint import model as loading
-from wedlm_jax.checkpoint.hf import HFCheckpoint, plan_files, write_weights
+from wedlm_jax.checkpoint.hf import HFCheckpoint, write_weights
 from wedlm_jax.checkpoint.model import (
     load_checkpoint,
     parameter_sharding,
@@ -349,7 +349,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
 
     dtype = np.dtype(np.float16)
     tensors = [DeferredArray(f"t{i}", (40, 30), dtype, read) for i in range(6)]
-    write_weights(plan_files(tensors, 2 * 40 * 30 * 2), tmp_path)
+    write_weights(tensors, tmp_path, shard_bytes=2 * 40 * 30 * 2)
     assert len(seen) == 6
     assert len(list(tmp_path.glob("model-0000?-of-00003.safetensors"))) == 3
     assert {x.sum() for x in hf_values(tmp_path).values()} == {1200}
