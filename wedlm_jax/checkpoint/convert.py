@@ -262,7 +262,7 @@ def _write(
     arrays = [reporting(array) for array in stored(source, dtype)]
     bar.update(0, total=len(arrays))
     if format == ORBAX:
-        write_arrays(folder / ORBAX, {array.name: array for array in arrays})
+        write_arrays(folder / ORBAX, arrays)
     else:
         write_weights(arrays, folder)
     dtypes = sorted({array.dtype.name for array in arrays})

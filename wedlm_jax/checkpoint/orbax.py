@@ -108,25 +108,20 @@ class _OneAtATime(type_handlers.NumpyHandler):
         return []
 
 
-def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray | DeferredArray]) -> None:
-    """Writes arrays as one orbax checkpoint, nested at the dots of their paths.
+def write_arrays(folder: Path, arrays: Iterable[DeferredArray]) -> None:
+    """Writes arrays as one orbax checkpoint, nested at the dots of their names.
 
     Args:
       folder: must not exist.
-      arrays: by dotted path, such as ``layers.mlp.up_proj.weight``. Few of the deferred ones are
-        in memory at once: one is read while one is written.
+      arrays: named by dotted path, such as ``layers.mlp.up_proj.weight``. Few of them are in memory
+        at once: one is read while one is written.
     """
-    deferred = {
-        path: DeferredArray(path, array.shape, array.dtype, lambda array=array: array)  # type: ignore[misc]
-        if isinstance(array, np.ndarray)
-        else array
-        for path, array in arrays.items()
-    }
+    tree = _nested({array.name: array for array in arrays})
     with quiet():
         registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
         handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(absolute(folder), args=ocp.args.PyTreeSave(_nested(deferred)))
+            checkpointer.save(absolute(folder), args=ocp.args.PyTreeSave(tree))
 
 
 def array_headers(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:

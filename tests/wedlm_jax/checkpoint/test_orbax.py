@@ -53,7 +53,7 @@ def test_deferred_arrays_are_read_when_their_turn_has_come(tmp_path):
         most = max(most, sum(ref() is not None for ref in seen))
         return values
 
-    arrays = {f"a{i}": DeferredArray(f"a{i}", (8, 4), np.dtype(np.float32), read) for i in range(9)}
+    arrays = [DeferredArray(f"a{i}", (8, 4), np.dtype(np.float32), read) for i in range(9)]
     write_arrays(tmp_path / "orbax", arrays)
     assert most <= 3
     back = read_arrays(tmp_path / "orbax")
