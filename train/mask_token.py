@@ -11,7 +11,6 @@ that texts do not have.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -32,24 +31,10 @@ RESERVED = (
 taken; of numbered ones the last, since finetuned models use the first ones first."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SpecialTokens:
-    """The tokens that a `tokenizer_config.json` names; None where it names none."""
-
-    eos: str | None = None
-    pad: str | None = None
-    mask: str | None = None
-
-
-def special_tokens(folder: Path) -> SpecialTokens:
-    """Reads the names of a tokenizer's end, padding and mask tokens."""
-    content = read_object(folder / "tokenizer_config.json") or {}
-
-    def name(key: str) -> str | None:
-        value = content.get(f"{key}_token")
-        return value.get("content") if isinstance(value, dict) else value
-
-    return SpecialTokens(name("eos"), name("pad"), name("mask"))
+def named_mask_token(folder: Path) -> str | None:
+    """Returns the mask token that a `tokenizer_config.json` names."""
+    value = (read_object(folder / "tokenizer_config.json") or {}).get("mask_token")
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def choose_mask_token(

@@ -18,7 +18,7 @@ from train.data.sources import open_sources
 from train.mask_token import (
     choose_mask_token,
     describe_mask_token,
-    special_tokens,
+    named_mask_token,
 )
 from train.program import TrainProgram, lora_of
 from train.recipe.config import TrainConfig
@@ -97,7 +97,7 @@ def recipe_model(
             return model
         return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
     model = with_turn_ends(config, model)
-    named = special_tokens(tokenizer_from).mask
+    named = named_mask_token(tokenizer_from)
     return dataclasses.replace(model, mask_token_id=mask_token(config, tokenizer, model, named))
 
 

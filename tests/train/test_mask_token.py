@@ -12,7 +12,7 @@ from train.mask_token import (
     choose_mask_token,
     describe_mask_token,
     is_ordinary,
-    special_tokens,
+    named_mask_token,
 )
 from wedlm_jax.errors import InputError
 
@@ -128,13 +128,13 @@ def test_it_is_told_with_its_text(tokenizer):
     assert [is_ordinary(tokenizer, token) for token in (10, 259, 300)] == [True, False, False]
 
 
-def test_named_tokens_are_read_in_both_spellings(tmp_path):
-    assert special_tokens(tmp_path).mask is None
+def test_a_named_mask_token_is_read_in_both_spellings(tmp_path):
+    assert named_mask_token(tmp_path) is None
     path = tmp_path / "tokenizer_config.json"
-    path.write_text(json.dumps({"mask_token": {"content": "[M]"}, "eos_token": "<|im_end|>"}))
-    found = special_tokens(tmp_path)
-    assert (found.mask, found.eos, found.pad) == ("[M]", "<|im_end|>", None)
+    for spelling in ({"content": "[M]"}, "[M]"):
+        path.write_text(json.dumps({"mask_token": spelling, "eos_token": "<|im_end|>"}))
+        assert named_mask_token(tmp_path) == "[M]"
     for broken in ("{", "[]"):
         path.write_text(broken)
         with pytest.raises(InputError, match="tokenizer_config"):
-            special_tokens(tmp_path)
+            named_mask_token(tmp_path)

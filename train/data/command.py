@@ -238,7 +238,7 @@ def _mask_tokens(folder: str, made: Manifest) -> str | None:
     from tokenizers import Tokenizer
 
     from train.data.manifest import mask_token_in
-    from train.mask_token import choose_mask_token, special_tokens
+    from train.mask_token import choose_mask_token, named_mask_token
     from wedlm_jax.config import config_from_hf, read_config_json
 
     path = Path(folder)
@@ -247,7 +247,7 @@ def _mask_tokens(folder: str, made: Manifest) -> str | None:
     try:
         config = config_from_hf(read_config_json(path))
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        token = choose_mask_token(tokenizer, config, own=special_tokens(path).mask)
+        token = choose_mask_token(tokenizer, config, own=named_mask_token(path))
     except InputError:
         return None  # no model to train: its tokenizer may serve another
     return mask_token_in(made, "input", token)
