@@ -333,9 +333,8 @@ class Checkpoints:
         if self._manager is None:
             return
         try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise StorageFailure(self._meetings.note(error)) from None
+            if failure := self._failure():
+                raise StorageFailure(failure)
         finally:
             self._manager.close()
             self._silence.close()
