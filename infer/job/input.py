@@ -137,11 +137,7 @@ def find_input(names: Sequence[str]) -> Source:
 
 
 def spool(source: Source, folder: Path) -> RecordFile:
-    """Copies JSONL from the pipe of ``source`` to a file in ``folder``, which can be read twice.
-
-    Raises:
-      InputError: the pipe cannot be read, or the copy not written.
-    """
+    """Copies JSONL from the pipe of ``source`` to a file in ``folder``, which can be read twice."""
     assert source.pipe is not None
     digest = hashlib.sha256()
     with naming(folder):
@@ -162,61 +158,43 @@ def spool(source: Source, folder: Path) -> RecordFile:
 
 
 def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place, Content]]:
-    """Yields the records from ``place`` to the end of the last file.
-
-    Raises:
-      InputError: a file cannot be read.
-    """
-    for number in range(place.file, len(files)):
-        file = files[number]
-        start, first = (place.at, place.line) if number == place.file else (0, 1)
-        if file.kind == PARQUET:
-            rows = read_rows(file.path, file.shown, start=start, optional=KEYS)
-            for row, columns in enumerate(rows, start):
-                yield Place(number, row, row + 1), _with_sampling(columns)
-            continue
-        with _opened(file) as stream:
-            if is_compressed(file.path):
-                skip(stream, start)
-            elif start:
-                stream.seek(start)
-            for line in read_lines(stream, start, first):
-                yield Place(number, line.at, line.number), line.content
+    """Yields the records from ``place`` to the end of the last file; raises as `read_file` does."""
+    yield from read_file(files[place.file], place)
+    for number in range(place.file + 1, len(files)):
+        yield from read_file(files[number], Place(number, 0, 1))
 
 
-def read_for_ids(file: RecordFile, digest: Digest) -> Iterator[tuple[int, int, Content]]:
-    """Yields `Place.at` and `Place.line` of each record of a file, and the record itself; of
-    Parquet, only the column ``id``.
+def read_file(
+    file: RecordFile, start: Place, digest: Digest | None = None
+) -> Iterator[tuple[Place, Content]]:
+    """Yields the records of a file from a place in it on.
 
     Args:
-      digest: is updated with all bytes of the file.
-
-    Raises:
-      InputError: the file cannot be read, or is Parquet without a column of prompts.
+      digest: is updated with all bytes of the file, of which then only the ids are wanted: of
+        Parquet, only the column ``id`` is read.
     """
-    with _opened(file) as stream:
-        if file.kind != PARQUET:
-            yield from read_lines(stream, digest=digest)
-            return
-        while block := stream.read(COPY_BYTES):
-            digest.update(block)
-    names = column_names(file.path, file.shown)
-    if not set(names) & set(PROMPT_KINDS):
-        raise InputError(
-            f"{file.shown}: expected a column {', '.join(PROMPT_KINDS[:-1])} or "
-            f"{PROMPT_KINDS[-1]}; there are {', '.join(names) or 'none'}"
-        )
-    for row, columns in enumerate(read_rows(file.path, file.shown, ["id"])):
-        yield row, row + 1, columns
-
-
-@contextlib.contextmanager
-def _opened(file: RecordFile) -> Iterator[IO[bytes]]:
-    with contextlib.ExitStack() as opened:
-        opened.enter_context(reading(file))
-        raw = opened.enter_context(file.path.open("rb"))
-        opened.enter_context(naming_damage(file.shown))
-        yield opened.enter_context(unpacked(raw, file.path))
+    if file.kind == PARQUET:
+        if digest is not None:
+            with reading(file), file.path.open("rb") as stream:
+                while block := stream.read(COPY_BYTES):
+                    digest.update(block)
+        columns = None if digest is None else ["id"]
+        rows = read_rows(file.path, file.shown, columns, start=start.at, optional=KEYS)
+        for row, fields in enumerate(rows, start.at):
+            yield Place(start.file, row, row + 1), _with_sampling(fields)
+        return
+    with (
+        reading(file),
+        file.path.open("rb") as raw,
+        naming_damage(file.shown),
+        unpacked(raw, file.path) as stream,
+    ):
+        if is_compressed(file.path):
+            skip(stream, start.at)
+        else:
+            stream.seek(start.at)
+        for line in read_lines(stream, start.at, start.line, digest):
+            yield Place(start.file, line.at, line.number), line.content
 
 
 def _with_sampling(columns: dict[str, Any]) -> dict[str, Any]:
@@ -328,9 +306,9 @@ def build_index(
     for number, file in enumerate(files):
         digest = hashlib.sha256()
         sizes.append(file_size(file))
-        for at, line, claim in _claims(file, digest, ids, own_keys, columns):
+        for place, claim in _claims(file, number, digest, ids, own_keys, columns):
             if len(ids) % shard_size == 0:
-                begins.append(Place(number, at, line))
+                begins.append(place)
             ids.append(_id_digest(claim))
             if len(ids) % TELL_EVERY == 0:
                 tell(len(ids))
@@ -340,11 +318,10 @@ def build_index(
         Shard(k, k * shard_size, min(shard_size, len(ids) - k * shard_size), place)
         for k, place in enumerate(begins)
     )
-    whole = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     repeated, originals = _repeated(np.array(ids, np.uint64))
     return RecordIndex(
         records=len(ids),
-        digest=whole,
+        digest=hashlib.sha256(json.dumps(contents).encode()).hexdigest(),
         sizes=tuple(sizes),
         shard_size=shard_size,
         shards=shards,
@@ -356,12 +333,13 @@ def build_index(
 
 def _claims(
     file: RecordFile,
+    number: int,
     digest: Digest,
     ids: Sequence[int],
     own_keys: dict[str, None],
     columns: Columns | None,
-) -> Iterator[tuple[int, int, tuple[str, Any]]]:
-    """Yields `Place.at`, `Place.line` and the claimed id of each record; collects own keys.
+) -> Iterator[tuple[Place, tuple[str, Any]]]:
+    """Yields the place and the claimed id of each record of a file; collects own keys.
 
     A record claims the id that it has, or its number if it is an object without one, whatever else
     may be wrong with it. Anything else claims an id that no other record can have.
@@ -371,26 +349,33 @@ def _claims(
         if len(own_keys) < MOST_OWN_KEYS:
             own_keys.update(dict.fromkeys(key for key in own if key not in OUTPUT_KEYS))
 
-    is_parquet = file.kind == PARQUET
-    if is_parquet:
-        names = [name for name in column_names(file.path, file.shown) if name not in KEYS]
+    if file.kind == PARQUET:
+        names = column_names(file.path, file.shown)
+        if not set(names) & set(PROMPT_KINDS):
+            raise InputError(
+                f"{file.shown}: expected a column {', '.join(PROMPT_KINDS[:-1])} or "
+                f"{PROMPT_KINDS[-1]}; there are {', '.join(names) or 'none'}"
+            )
+        names = [name for name in names if name not in KEYS]
         refuse_output_keys(names, file.shown)
         collect(names)
         if columns is not None:
             columns.add_file(file.path, file.shown, names)
     is_first = True
-    for at, line, content in read_for_ids(file, digest):
-        where, claim = f"{file.shown} line {line}", ("none", cast(Any, len(ids)))
-        if (fields := _fields(content)) is not None:
-            own = {} if is_parquet else own_fields(fields)
+    for place, content in read_file(file, Place(number, 0, 1), digest):
+        where, claim = f"{file.shown} line {place.line}", ("none", cast(Any, len(ids)))
+        fields: Mapping[str, Any] | None = None
+        with contextlib.suppress(InputError):
+            fields = record_fields(content)
+            claim = "id", record_id(fields, len(ids))
+        if fields is not None:
+            own = own_fields(fields)
             if is_first:  # the others will have the same keys
                 refuse_output_keys(own, where)
             collect(own)
-            with contextlib.suppress(InputError):
-                claim = "id", record_id(fields, len(ids))
             if columns is not None:
                 _add_types(columns, fields, own, claim, where)
-        yield at, line, claim
+        yield place, claim
         is_first = False
 
 
@@ -411,13 +396,6 @@ def _add_types(
         columns.add(values | ({"id": claim[1]} if claim[0] == "id" else {}), where)
 
 
-def _fields(content: Content) -> Mapping[str, Any] | None:
-    try:
-        return record_fields(content)
-    except InputError:
-        return None
-
-
 def _id_digest(claim: tuple[str, Any]) -> int:
     """Hashes an id to 64 bits: among ten million ids two collide once in 370,000 jobs."""
     text = json.dumps(claim).encode("ascii")
@@ -427,38 +405,27 @@ def _id_digest(claim: tuple[str, Any]) -> int:
 def _repeated(digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the sorted numbers of records whose digest an earlier one has, and the numbers of the
     first records with these digests."""
-    order = np.argsort(digests, kind="stable")
-    ranked = digests[order]
-    again = np.zeros(len(order), bool)
-    again[1:] = ranked[1:] == ranked[:-1]
-    # A stable sort keeps equal digests in the order of their records, so each run of equal ones
-    # starts with the first.
-    run = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
-    repeated, originals = order[again], order[run[again]]
-    by_row = np.argsort(repeated)
-    return repeated[by_row], originals[by_row]
+    _, first, inverse = np.unique(digests, return_index=True, return_inverse=True)
+    originals = first[inverse]
+    repeated = np.flatnonzero(originals != np.arange(len(digests)))
+    return repeated, originals[repeated]
 
 
-class BadPrompt(Exception):
-    """A record cannot be decoded.
+@dataclasses.dataclass(slots=True)
+class Record:
+    """A record of the input, and what `Workload.prepare` has read of it.
 
     Attributes:
-      id: its id; None if it could not be read.
-      reason: what is wrong with it.
+      number: its number in the whole input, from 0.
+      place: where it begins.
+      id: None if it could not be read.
       own: what the output repeats of it.
     """
 
-    def __init__(self, name: RecordId | None, reason: str, own: Own):
-        super().__init__(reason)
-        self.id, self.reason, self.own = name, reason, own
-
-
-class PreparedRecord(NamedTuple):
-    """A record that can be decoded: ``prompt`` is what the engine gets."""
-
-    id: RecordId
-    own: Own
-    prompt: Prepared | Windowed
+    number: int
+    place: Place
+    id: RecordId | None = None
+    own: Own = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,8 +451,8 @@ class Workload:
     )
     """Where the last shard was read to: ``records``, which go on with ``next`` in ``file``."""
 
-    def records(self, shard: Shard) -> Iterator[tuple[int, Place, Content]]:
-        """Yields the number, place and content of each record of a shard.
+    def records(self, shard: Shard) -> Iterator[tuple[Record, Content]]:
+        """Yields each record of a shard, not prepared yet, and its content.
 
         Raises:
           InputError: the input has changed since it was indexed.
@@ -494,7 +461,7 @@ class Workload:
         if file_size(file) == self.index.sizes[shard.place.file]:
             for place, content in itertools.islice(self._from(shard), shard.records):
                 self._reading["next"] = number + 1
-                yield number, place, content
+                yield Record(number, place), content
                 number += 1
         if number != shard.first + shard.records:
             raise InputError(f"{file.shown}: has changed while the job was running")
@@ -512,59 +479,48 @@ class Workload:
         self._reading.update(records=records, next=shard.first, file=file)
         return cast(Iterator[tuple[Place, Content]], records)
 
-    def prepare(self, llm: LLM, number: int, content: Content) -> PreparedRecord:
-        """Checks a record and tokenizes its prompt.
-
-        Raises:
-          BadPrompt: it cannot be decoded.
-        """
-        name: RecordId | None = None
-        own: Own = {}
-        try:
-            fields = record_fields(content)
-            if is_envelope(fields):
-                own = BatchRecord(fields)
-                name = record_id(fields, number)
-            else:
-                name = record_id(fields, number)
-                own = as_json(own_fields(fields))
-            if (original := self.index.original(number)) is not None:
-                raise InputError(
-                    f"duplicate id: record {original + 1} has it (one without an id has its "
-                    "number, from 1, as id)"
-                )
-            assert self.params.seed is not None
-            seed = record_seed(self.params.seed, name)
-            params = dataclasses.replace(self.params, seed=seed)
-            if isinstance(own, BatchRecord):
-                record = own.checked(params)
-            else:
-                refuse_output_keys(own)
-                record = checked_record(fields, params)
-            prompt = prepared_record(llm, record, chat=self.chat)
-            if isinstance(own, BatchRecord):
-                own.prepared(llm, prompt)
-            return PreparedRecord(name, own, prompt)
-        except InputError as error:
-            raise BadPrompt(name, str(error), own) from error
+    def prepare(self, llm: LLM, record: Record, content: Content) -> Prepared | Windowed:
+        """Checks a record and tokenizes its prompt; gives the record its id and its own keys, as
+        far as they can be read."""
+        fields = record_fields(content)
+        if is_envelope(fields):
+            record.own = BatchRecord(fields)
+        record.id = record_id(fields, record.number)
+        if not isinstance(record.own, BatchRecord):
+            record.own = as_json(own_fields(fields))
+        if (original := self.index.original(record.number)) is not None:
+            raise InputError(
+                f"duplicate id: record {original + 1} has it (one without an id has its "
+                "number, from 1, as id)"
+            )
+        assert self.params.seed is not None
+        seed = record_seed(self.params.seed, record.id)
+        params = dataclasses.replace(self.params, seed=seed)
+        if isinstance(record.own, BatchRecord):
+            checked = record.own.checked(params)
+        else:
+            refuse_output_keys(record.own)
+            checked = checked_record(fields, params)
+        prompt = prepared_record(llm, checked, chat=self.chat)
+        if isinstance(record.own, BatchRecord):
+            record.own.prepared(llm, prompt)
+        elif self.prompt_token_ids:
+            record.own = {"prompt_token_ids": list(prompt[0]), **record.own}
+        return prompt
 
     def check_all(self, llm: LLM) -> None:
-        """Prepares every record and keeps none.
-
-        Raises:
-          InputError: naming the first record that cannot be decoded, and why.
-        """
+        """Prepares every record and keeps none."""
         for shard in self.index.shards:
-            for number, place, content in self.records(shard):
+            for record, content in self.records(shard):
                 try:
-                    self.prepare(llm, number, content)
-                except BadPrompt as bad:
-                    raise InputError(f"{self.shown(place)}: {bad.reason}") from None
+                    self.prepare(llm, record, content)
+                except InputError as error:
+                    raise InputError(f"{self.shown(record.place)}: {error}") from None
 
     def shown(self, place: Place) -> str:
         """Returns what messages call a record: its file and line."""
         return f"{self.files[place.file].shown} line {place.line}"
 
-    def error_record(self, bad: BadPrompt, place: Place) -> dict[str, Any]:
-        file = self.files[place.file].name if len(self.files) > 1 else None
-        return error_record(bad.id, bad.reason, place.line, file, bad.own)
+    def error_record(self, record: Record, reason: str) -> dict[str, Any]:
+        file = self.files[record.place.file].name if len(self.files) > 1 else None
+        return error_record(record.id, reason, record.place.line, file, record.own)

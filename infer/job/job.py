@@ -149,7 +149,7 @@ class JobOptions:
       fail_fast: whether the first bad record refuses the job.
       overwrite: whether records of another job in the same output may be deleted.
       grace: seconds that running sequences have after SIGTERM.
-      max_errors: as `ErrorLimit.most`.
+      max_errors: how many bad records are accepted, see `JobProgress.check_errors`.
     """
 
     inputs: tuple[str, ...]
@@ -166,11 +166,7 @@ class JobOptions:
 
 
 class Job:
-    """Runs a job, from its options to its exit status.
-
-    Raises:
-      InputError: the input, the output or an option cannot be used.
-    """
+    """Runs a job, from its options to its exit status."""
 
     def __init__(self, options: JobOptions):
         self.options = options
@@ -237,11 +233,7 @@ class Job:
         return self.end(folder, progress)
 
     def read_input(self) -> Workload:
-        """Reads the whole input once, and indexes its records.
-
-        Raises:
-          InputError: it has none, or cannot be read.
-        """
+        """Reads the whole input once, and indexes its records."""
         files, started = self.source.files, time.monotonic()
         if self.source.pipe:
             files = (spool(self.source, self.output.folder),)
@@ -359,7 +351,7 @@ class Job:
 
     def _kept_records(self, folder: ShardFolder) -> str:
         kept = folder.kept_records(folder.shards)
-        return f"{kept:,} of {folder.identity.rows:,} records are kept in {folder.folder}"
+        return f"{kept:,} of {folder.identity['rows']:,} records are kept in {folder.folder}"
 
     def _drop_spool(self) -> None:
         """Removes the copy of a pipe if the job was refused."""
@@ -398,11 +390,7 @@ def finish(folder: ShardFolder, run: dict[str, Any], columns: Columns | None = N
 
 
 def finished_before(folder: ShardFolder) -> Counts | None:
-    """Returns the sums over all records if the job is finished and its output is still there.
-
-    Raises:
-      InputError: a shard is not what its manifest says.
-    """
+    """Returns the sums over all records if the job is finished and its output is still there."""
     counts = _counts_in_stats(folder)
     if counts is None or folder.file is not None:
         return counts
@@ -451,11 +439,7 @@ def _merged(
 
 
 def _blocks(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[bytes]:
-    """Yields the contents of the shards in order.
-
-    Raises:
-      InputError: a shard is not what its manifest says.
-    """
+    """Yields the contents of the shards in order."""
     for shard, manifest in zip(folder.shards, manifests, strict=True):
         path, digest = folder.data_path(shard), hashlib.sha256()
         with naming(path), path.open("rb") as records:

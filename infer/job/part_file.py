@@ -95,13 +95,11 @@ class PartFile:
     def is_whole(self) -> bool:
         return len(self._places) == len(self._numbers)
 
-    def add(self, results: dict[int, dict[str, Any]]) -> None:
-        """Appends finished records by number; from then on the death of the process cannot lose
-        them."""
+    def add(self, number: int, record: dict[str, Any]) -> None:
+        """Appends a finished record; from then on the death of the process cannot lose it."""
         with naming(self.path):
             self._file.seek(self._end)
-            for number, record in results.items():
-                self._append(number, encoded(record))
+            self._append(number, encoded(record))
             self._file.flush()
             if time.monotonic() - self._synced >= SYNC_SECONDS:
                 sync(self._file)

@@ -73,11 +73,7 @@ class PromptRecord:
 
 
 def record_fields(content: Content) -> Mapping[str, Any]:
-    """Returns a record as an object.
-
-    Raises:
-      InputError: it is not a JSON object.
-    """
+    """Returns a record as an object."""
     return content if isinstance(content, dict) else parse_object(content)
 
 
@@ -86,9 +82,6 @@ def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
 
     Args:
       number: that number, counted from 0.
-
-    Raises:
-      InputError: the id is neither text nor integer.
     """
     if is_envelope(fields):
         name = fields["custom_id"]
@@ -168,9 +161,6 @@ def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared |
 
     Args:
       chat: whether a ``prompt`` is a user's message, for the chat template.
-
-    Raises:
-      InputError: saying why the model cannot decode it.
     """
     prompt = record.prompt
     try:
@@ -325,11 +315,7 @@ def _logprob_shapes(codec: TextCodec | None) -> LogprobShapes:
 
 
 def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, SamplingParams]:
-    """Returns a request's body as the server reads it, and its sampling parameters.
-
-    Raises:
-      InputError: with the server's message.
-    """
+    """Returns a request's body as the server reads it, and its sampling parameters."""
     if not isinstance(given, dict):
         raise InputError(f"body: expected an object, not {shown_value(given)}")
     try:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from infer.job.input import Shard, Workload
 from infer.job.job import Job, Output, merged_before
 from infer.job.result_record import Counts
-from infer.job.shard_decoder import ErrorLimit, GracefulStop, JobProgress, ShardDecoder
-from infer.job.shard_folder import Identity, ShardFolder, finished_shards, identity_of, read_job
+from infer.job.shard_decoder import GracefulStop, JobProgress, ShardDecoder
+from infer.job.shard_folder import ShardFolder, finished_shards, identity_of, read_job
 from wedlm_jax.errors import (
     BadData,
     InputError,
@@ -82,11 +82,7 @@ def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
 
 
 def require_ray() -> Any:
-    """Returns the module `ray`, including Ray Data.
-
-    Raises:
-      InputError: it is not installed.
-    """
+    """Returns the module `ray`, including Ray Data."""
     try:
         import ray
         import ray.data
@@ -128,13 +124,15 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     arguments = (shared, job.output.absolute(), job.options.overwrite, job.options.max_errors, load)
     results = _mapped(ray, groups, arguments, resources, count)
     earlier = index.records - sum(shard.records for shard in missing)
+    progress = JobProgress(index.records, earlier=earlier)
     try:
-        progress = _follow(job, results, index.records, earlier)
+        _follow(job, results, progress)
     finally:
         # The actors made the folder; without a model, its identity is read from what they wrote.
         found = read_job(job.output.folder) or {}
         if found.get("input") == index.digest:
-            job.open_folder(index, Identity.from_json(found))
+            del found["wedlm_generate"]
+            job.open_folder(index, found)
     assert job.folder is not None, "an actor has opened it"
     if not missing and (status := job.finished_status(job.folder)) is not None:
         return status
@@ -194,35 +192,24 @@ def _mapped(
     ).iter_rows()
 
 
-def _follow(job: Job, results: Iterable[dict[str, Any]], total: int, finished: int) -> JobProgress:
+def _follow(job: Job, results: Iterable[dict[str, Any]], progress: JobProgress) -> None:
     """Adds up what the actors report after each task, and shows progress."""
-    started, counts, earlier, compiling = time.monotonic(), Counts(), finished, 0.0
-    limit = ErrorLimit(job.options.max_errors, fresh=not finished)
+    started = time.monotonic()
     errors = {exit_status(kind("")): kind for kind in (InputError, BadData, StorageFailure)}
-
-    def progress() -> JobProgress:
-        return JobProgress(
-            done=earlier + counts.rows,
-            earlier=earlier,
-            total=total,
-            tokens=counts.tokens,
-            forwards=counts.num_forwards,
-            finished=counts,
-            seconds=time.monotonic() - started - compiling,
-            compile_seconds=compiling,
-        )
-
-    with ProgressBar("records", done=finished, console=job.console) as bar:
+    with ProgressBar("records", done=progress.done, console=job.console) as bar:
         for result in results:
             if result["error"]:
                 raise errors[result["status"]](result["error"])
-            earlier += result["earlier"]
-            counts += Counts.from_json(result)
+            progress.earlier += result["earlier"]
+            progress.finished += Counts.from_json(result)
+            progress.tokens = progress.finished.tokens
+            progress.forwards = progress.finished.num_forwards
             # Actors compile concurrently.
-            compiling = max(compiling, result["compile_seconds"])
-            progress().show(bar)
-            limit.check(counts, f"those with an error in {job.output.folder}")
-    return progress()
+            progress.compile_seconds = max(progress.compile_seconds, result["compile_seconds"])
+            progress.seconds = time.monotonic() - started - progress.compile_seconds
+            progress.show(bar)
+            bad = f"those with an error in {job.output.folder}"
+            progress.check_errors(job.options.max_errors, bad)
 
 
 class _ShardActor:
@@ -265,12 +252,20 @@ class _ShardActor:
             return NOTHING
         there = sum(shard.records for shard in shards if self._folder.is_finished(shard))
         # For one task; `_follow` adds them up.
-        limit = ErrorLimit(self._max_errors, fresh=False)
-        decoder = ShardDecoder(self._llm, self._workload, self._folder, GracefulStop(), limit)
+        progress = JobProgress(sum(shard.records for shard in shards))
+        decoder = ShardDecoder(
+            self._llm,
+            self._workload,
+            self._folder,
+            GracefulStop(),
+            progress,
+            most_errors=self._max_errors,
+            first=False,
+        )
         decoder.run(shards, lambda _: None)
         return {
             **NOTHING,
-            **decoder.counts.as_json(),
-            "earlier": there + decoder.earlier,
+            **progress.finished.as_json(),
+            "earlier": there + progress.earlier,
             "compile_seconds": self._llm.engine.compile_seconds,
         }

@@ -59,7 +59,7 @@ def refuse_output_keys(own: Iterable[str], where: str = "") -> None:
             )
 
 
-def result_record(name: RecordId, completion: Completion, own: Own) -> dict[str, Any]:
+def result_record(name: RecordId | None, completion: Completion, own: Own) -> dict[str, Any]:
     """Returns the result of a prompt: its first sample, and all samples if there are several."""
     if isinstance(own, BatchRecord):
         return own.result(completion)
@@ -125,11 +125,7 @@ def encoded(record: dict[str, Any]) -> bytes:
 
 def as_json(value: Any, depth: int = 0) -> Any:
     """Converts a value of the input, which may come from a Parquet column, to JSON: times to ISO
-    8601, bytes to base64, numbers that are not finite to null, other types to their text.
-
-    Raises:
-      TooDeep: it is nested deeper than `DEEPEST`.
-    """
+    8601, bytes to base64, numbers that are not finite to null, other types to their text."""
     if depth > DEEPEST:
         raise TooDeep(f"a key that is passed on is nested more than {DEEPEST} deep")
     if isinstance(value, dict):

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from infer.job.input import BadPrompt, Own, Place, Shard, Workload
+from infer.job.input import Record, Shard, Workload
 from infer.job.part_file import InUse, PartFile, allow_open_files
-from infer.job.prompt_record import BatchRecord, RecordId
 from infer.job.result_record import Counts, result_record
 from infer.job.shard_folder import ShardFolder
 from wedlm_jax.errors import TERMINATED, BadData, InputError, counted
@@ -25,7 +24,6 @@ from wedlm_jax.host.progress import Progress, ProgressBar
 from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
-    from wedlm_jax.completion import Completion
     from wedlm_jax.generation import Prepared, Windowed
     from wedlm_jax.llm import LLM
 
@@ -79,70 +77,37 @@ FIRST_RECORDS = 1000
 
 
 @dataclasses.dataclass
-class ErrorLimit:
-    """The number of bad records that ends a run.
-
-    Attributes:
-      most: bad records that are accepted. None: any number, unless they are the first
-        `FIRST_RECORDS`.
-      fresh: whether the run begins with the job's first records: none of an earlier run are kept.
-    """
-
-    most: int | None = None
-    fresh: bool = True
-
-    def check(self, counts: Counts, example: str, under_way: bool = False) -> None:
-        """Ends the run if too many of its records are bad.
-
-        Args:
-          counts: sums over the run's records.
-          example: one of the bad records, and what is wrong with it.
-          under_way: whether others are being decoded, and so are good.
-
-        Raises:
-          BadData: there are too many.
-        """
-        bad = counts.error_rows
-        if self.most is not None:
-            if bad > self.most:
-                most = f"more than --max-errors {self.most}"
-                raise BadData(f"{bad:,} records are bad, {most}, such as {example}")
-        elif self.fresh and not under_way and counts.all_bad and bad >= FIRST_RECORDS:
-            raise BadData(f"all of the first {bad:,} records are bad, such as {example}")
-
-
-@dataclasses.dataclass(frozen=True)
 class JobProgress:
-    """How far a job is; all but ``done`` and ``earlier`` is about this run alone.
+    """How far a job is; all but ``earlier`` and ``elsewhere`` is about this run alone.
 
     Attributes:
-      done: finished records, including those of earlier runs and of other processes.
-      earlier: records finished by earlier runs.
       total: records of this process's share.
-      tokens, forwards: sums over finished and running sequences.
+      earlier: records that earlier runs finished.
+      elsewhere: records that other processes finished during this run.
       finished: sums over finished records.
+      tokens, forwards: sums over finished and running sequences.
       seconds: wall-clock time since decoding began, without compilation.
       compile_seconds: time spent compiling.
       first_bad: the first bad record and what is wrong with it; empty if there is none.
     """
 
-    done: int
-    earlier: int
     total: int
-    tokens: int
-    forwards: int
-    finished: Counts
-    seconds: float
-    compile_seconds: float
+    earlier: int = 0
+    elsewhere: int = 0
+    finished: Counts = dataclasses.field(default_factory=Counts)
+    tokens: int = 0
+    forwards: int = 0
+    seconds: float = 0.0
+    compile_seconds: float = 0.0
     first_bad: str = ""
+
+    @property
+    def done(self) -> int:
+        return self.earlier + self.elsewhere + self.finished.rows
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(self.seconds, 1e-9)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / max(self.forwards, 1)
 
     @property
     def seconds_left(self) -> float:
@@ -162,10 +127,8 @@ class JobProgress:
 
     def speed(self) -> str:
         """Returns the speed in words; p_cache is known once a record is finished."""
-        text = (
-            f"{self.tokens_per_second:,.0f} tokens/s, "
-            f"{self.tokens_per_forward:.2f} tokens per forward"
-        )
+        per_forward = self.tokens / max(self.forwards, 1)
+        text = f"{self.tokens_per_second:,.0f} tokens/s, {per_forward:.2f} tokens per forward"
         known = self.finished.num_token_instances > 0
         return f"{text}, p_cache {self.finished.p_cache:.2f}" if known else text
 
@@ -179,32 +142,40 @@ class JobProgress:
             seconds_left=self.seconds_left,
         )
 
+    def check_errors(self, most: int | None, example: str, *, first: bool = True) -> None:
+        """Ends a run that has too many bad records.
+
+        Args:
+          most: bad records that are accepted; None for any number, unless they are the job's first
+            `FIRST_RECORDS`.
+          example: one of the bad records, and what is wrong with it.
+          first: whether this run may have begun with the job's first records, and knows of no good
+            one that is being decoded.
+
+        Raises:
+          BadData: there are too many.
+        """
+        bad = self.finished.error_rows
+        if most is not None and bad > most:
+            raise BadData(
+                f"{bad:,} records are bad, more than --max-errors {most}, such as {example}"
+            )
+        fresh = most is None and first and not self.earlier
+        if fresh and self.finished.all_bad and bad >= FIRST_RECORDS:
+            raise BadData(f"all of the first {bad:,} records are bad, such as {example}")
+
 
 class NotEnoughMemory(InputError):
     """The accelerator has too little memory for a batch."""
-
-
-@dataclasses.dataclass(slots=True)
-class _DecodingRecord:
-    """A record that is being decoded, where its result goes, and where it came from."""
-
-    shard: Shard
-    part: PartFile
-    number: int
-    id: RecordId
-    place: Place
-    own: Own
 
 
 class ShardDecoder:
     """Decodes shards of a job with one model: records go to the engine in order, and come back as
     they are finished.
 
-    Attributes:
-      counts: sums over the records of this run.
-      earlier: records of these shards that earlier runs finished.
-      elsewhere: records of these shards that other processes finished during this run.
-      first_bad: as in `JobProgress`.
+    Args:
+      progress: counts the records, of earlier runs and other processes too.
+      most_errors, first: as in `JobProgress.check_errors`.
     """
 
     def __init__(
@@ -213,15 +184,15 @@ class ShardDecoder:
         workload: Workload,
         folder: ShardFolder,
         stop: GracefulStop,
-        limit: ErrorLimit,
+        progress: JobProgress,
+        *,
+        most_errors: int | None,
+        first: bool = True,
     ):
-        self._limit = limit
         self._llm, self._workload, self._folder, self._stop = llm, workload, folder, stop
-        self._under_way: dict[int, _DecodingRecord] = {}
+        self._progress, self._most_errors, self._first = progress, most_errors, first
+        self._under_way: dict[int, tuple[Shard, PartFile, Record]] = {}
         self._open: dict[int, PartFile] = {}
-        self.counts = Counts()
-        self.earlier = self.elsewhere = 0
-        self.first_bad = ""
         self._in_use: list[Shard] = []
 
     def run(self, shards: Iterable[Shard], on_progress: Callable[[Progress], None]) -> None:
@@ -248,7 +219,10 @@ class ShardDecoder:
         try:
             stopping, failed = (lambda: self._stop.requested), self._take_failure
             for batch in self._llm.run(prompts, told, stopping=stopping, on_failure=failed):
-                self._take(batch)
+                for place, completion in batch:
+                    shard, part, record = self._under_way.pop(place)
+                    result = result_record(record.id, completion, record.own)
+                    self._add(shard, part, record.number, result)
                 if newest is not None:  # only now are its records kept
                     on_progress(newest)
         except Exception as error:
@@ -275,34 +249,28 @@ class ShardDecoder:
                 self._in_use.append(shard)
                 continue
             if part is None:
-                self.elsewhere += shard.records
+                self._progress.elsewhere += shard.records
                 continue
             self._open[shard.number] = part
-            self.earlier += len(part.done)
-            self._limit.fresh &= not part.done
-            for number, place, content in self._workload.records(shard):
-                if number in part.done:
+            self._progress.earlier += len(part.done)
+            for record, content in self._workload.records(shard):
+                if record.number in part.done:
                     continue
                 if self._stop.requested:
                     return
                 try:
-                    record = self._workload.prepare(self._llm, number, content)
-                except BadPrompt as bad:
-                    self._add_bad(shard, part, number, bad, place)
+                    prompt = self._workload.prepare(self._llm, record, content)
+                except InputError as error:
+                    self._add_bad(shard, part, record, error)
                     continue
-                own = record.own
-                if self._workload.prompt_token_ids and not isinstance(own, BatchRecord):
-                    own = {"prompt_token_ids": list(record.prompt[0]), **own}
-                self._under_way[next(places)] = _DecodingRecord(
-                    shard, part, number, record.id, place, own
-                )
-                yield record.prompt
+                self._under_way[next(places)] = shard, part, record
+                yield prompt
             self._seal_if_whole(shard, part)
 
     def _count_elsewhere(self) -> None:
         """Counts shards that were in use, and have been finished since."""
         done = [shard for shard in self._in_use if self._folder.is_finished(shard)]
-        self.elsewhere += sum(shard.records for shard in done)
+        self._progress.elsewhere += sum(shard.records for shard in done)
         self._in_use = [shard for shard in self._in_use if shard not in done]
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
@@ -312,41 +280,23 @@ class ShardDecoder:
         again, self._in_use = self._in_use, []
         yield from again
 
-    def _take(self, batch: list[tuple[int, Completion]]) -> None:
-        by_shard: dict[int, list[tuple[_DecodingRecord, Completion]]] = {}
-        for place, completion in batch:
-            record = self._under_way.pop(place)
-            by_shard.setdefault(record.shard.number, []).append((record, completion))
-        for records in by_shard.values():
-            first = records[0][0]
-            results = {
-                record.number: result_record(record.id, completion, record.own)
-                for record, completion in records
-            }
-            self._add(first.shard, first.part, results)
-            self._seal_if_whole(first.shard, first.part)
+    def _take_failure(self, place: int, error: InputError) -> None:
+        self._add_bad(*self._under_way.pop(place), error)
 
-    def _take_failure(self, number: int, error: InputError) -> None:
-        record = self._under_way.pop(number)
-        bad = BadPrompt(record.id, str(error), record.own)
-        self._add_bad(record.shard, record.part, record.number, bad, record.place)
-        self._seal_if_whole(record.shard, record.part)
+    def _add_bad(self, shard: Shard, part: PartFile, record: Record, error: InputError) -> None:
+        bad = self._workload.error_record(record, str(error))
+        self._add(shard, part, record.number, bad)
+        example, progress = f"{self._workload.shown(record.place)}: {error}", self._progress
+        progress.first_bad = progress.first_bad or example
+        first = self._first and not self._under_way
+        progress.check_errors(self._most_errors, example, first=first)
 
-    def _add_bad(
-        self, shard: Shard, part: PartFile, number: int, bad: BadPrompt, place: Place
-    ) -> None:
-        self._add(shard, part, {number: self._workload.error_record(bad, place)})
-        example = f"{self._workload.shown(place)}: {bad.reason}"
-        self.first_bad = self.first_bad or example
-        self._limit.check(self.counts, example, under_way=bool(self._under_way))
-
-    def _add(self, shard: Shard, part: PartFile, results: dict[int, dict[str, Any]]) -> None:
-        part.add(results)
-        for record in results.values():
-            self.counts.count(record)
+    def _add(self, shard: Shard, part: PartFile, number: int, result: dict[str, Any]) -> None:
+        part.add(number, result)
+        self._progress.finished.count(result)
+        self._seal_if_whole(shard, part)
 
     def _seal_if_whole(self, shard: Shard, part: PartFile) -> None:
-        # The last record that completes a shard may be a result, or an error before it.
         if part.is_whole and shard.number in self._open:
             self._folder.seal(shard, part)
             del self._open[shard.number]
@@ -365,7 +315,7 @@ def decode_share(
 
     Args:
       host: this one of the processes that share the job.
-      most_errors: as `ErrorLimit.most`.
+      most_errors: as in `JobProgress.check_errors`.
       console: where progress is shown.
 
     Raises:
@@ -376,8 +326,8 @@ def decode_share(
     total, done, engine = sum(shard.records for shard in shards), folder.finished(), llm.engine
     missing = [shard for shard in shards if shard.number not in done]
     finished = total - sum(shard.records for shard in missing)
-    limit = ErrorLimit(most_errors, fresh=not finished)
-    decoder = ShardDecoder(llm, workload, folder, stop, limit)
+    progress = JobProgress(total, earlier=finished)
+    decoder = ShardDecoder(llm, workload, folder, stop, progress, most_errors=most_errors)
     if left := total - folder.kept_records(shards):
         console.print(
             f"{counted(left, 'record')} to decode, {engine.settings.sequences} at a time; "
@@ -385,33 +335,21 @@ def decode_share(
             markup=False,
         )
     compiled, started = engine.compile_seconds, time.monotonic()
-    newest: Progress | None = None
-
-    def progress() -> JobProgress:
-        compiling = engine.compile_seconds - compiled
-        earlier = finished + decoder.earlier
-        return JobProgress(
-            done=earlier + decoder.elsewhere + decoder.counts.rows,
-            earlier=earlier,
-            total=total,
-            tokens=newest.tokens if newest else 0,
-            forwards=newest.forwards if newest else 0,
-            finished=decoder.counts,
-            seconds=time.monotonic() - started - compiling,
-            compile_seconds=compiling,
-            first_bad=decoder.first_bad,
-        )
-
     bar = ProgressBar("records", done=finished, console=console)
 
+    def measure() -> None:
+        progress.compile_seconds = engine.compile_seconds - compiled
+        progress.seconds = time.monotonic() - started - progress.compile_seconds
+
     def tell(now: Progress) -> None:
-        nonlocal newest
-        newest = now
-        progress().show(bar)
+        progress.tokens, progress.forwards = now.tokens, now.forwards
+        measure()
+        progress.show(bar)
 
     with stop.finishing(), bar:
         engine.device.programs.while_busy = bar.while_busy
         decoder.run(missing, tell)
     if stop.requested and not all(map(folder.is_finished, missing)):
         raise JobStopped
-    return progress()
+    measure()
+    return progress

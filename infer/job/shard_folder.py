@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infer.job.input import SPOOL, Shard, Workload
 from infer.job.part_file import FORMAT, SUFFIX, PartFile, any_in_use, whole_records
@@ -47,48 +47,10 @@ SAMPLES, SAMPLE_SIZE = 256, 64 * 2**10
 MODEL_FILES = (".json", ".safetensors", ".txt", ".jinja")
 
 
-@dataclasses.dataclass(frozen=True)
-class Identity:
-    """What distinguishes a job from all others: what its results depend on. Stored as JSON.
-
-    Attributes:
-      input: digest of the records.
-      checkpoint: digest of the model's files; the folder may be moved or copied.
-      settings: everything else that results depend on, as JSON values, but for what only changes
-        how sums are rounded, such as batch sizes and attention kernels.
-      shard_size: records per shard.
-      rows: records of the input.
-    """
-
-    input: str
-    checkpoint: str
-    settings: dict[str, Any]
-    shard_size: int
-    rows: int
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Identity:
-        """Reads what `as_json` returned; ignores other keys."""
-        return cls(**{field.name: value[field.name] for field in dataclasses.fields(cls)})
-
-    def as_json(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))  # tuples become lists
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()
-
-    def differences(self, other: dict[str, Any]) -> str:
-        """Describes how another job differs: "max_tokens is 24 there and 23 here"."""
-        mine, theirs = _flat(self.as_json()), _flat(other)
-        names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        words = []
-        for name in names:
-            if name in ("input", "checkpoint"):
-                words.append(f"the {name} differs")
-            elif name != "rows":
-                words.append(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here")
-        return ", ".join(words)
+Identity: TypeAlias = dict[str, Any]
+"""What distinguishes a job from all others, as JSON values: the digests of the ``input`` and of the
+``checkpoint``'s files, which may be moved; ``settings``, all else that results depend on, but for
+what only changes how sums are rounded; ``shard_size``; and ``rows``, the records of the input."""
 
 
 def identity_of(llm: LLM, workload: Workload) -> Identity:
@@ -111,11 +73,29 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "chat_template_kwargs": dict(llm.codec.variables) if llm.codec else {},
         "trust_special_tokens": llm.codec is not None and llm.codec.trust_special_tokens,
     }
-    settings |= {name: value for name, value in rare.items() if value}
     index = workload.index
-    return Identity(
-        index.digest, folder_digest(llm.folder), settings, index.shard_size, index.records
-    )
+    identity = {
+        "input": index.digest,
+        "checkpoint": folder_digest(llm.folder),
+        "settings": settings | {name: value for name, value in rare.items() if value},
+        "shard_size": index.shard_size,
+        "rows": index.records,
+    }
+    return dict(json.loads(json.dumps(identity)))  # tuples become lists
+
+
+def differences(mine: Identity, theirs: dict[str, Any]) -> str:
+    """Describes how another job differs: "max_tokens is 24 there and 23 here"."""
+    mine, theirs = _flat(mine), _flat(theirs)
+    words = []
+    for name in {**mine, **theirs}:
+        if name == "rows" or mine.get(name) == theirs.get(name):
+            continue
+        if name in ("input", "checkpoint"):
+            words.append(f"the {name} differs")
+        else:
+            words.append(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here")
+    return ", ".join(words)
 
 
 def _flat(value: dict[str, Any]) -> dict[str, Any]:
@@ -129,11 +109,7 @@ def folder_digest(folder: Path) -> str:
     """Hashes a checkpoint's files: names, sizes and contents.
 
     Of a large file, 256 evenly spread pieces are read: reading everything takes as long as loading
-    the model, and further training changes weights everywhere.
-
-    Raises:
-      InputError: a file cannot be read.
-    """
+    the model, and further training changes weights everywhere."""
     digest = hashlib.sha256()
     try:
         for path in sorted(folder.iterdir()):
@@ -178,7 +154,7 @@ class ShardFolder:
     ):
         self.folder, self.identity, self.shards, self.file = folder, identity, shards, file
         self.parts = folder / PARTS
-        self._job = {"wedlm_generate": FORMAT, **identity.as_json()}
+        self._job = {"wedlm_generate": FORMAT, **identity}
         with naming(folder):
             folder.mkdir(exist_ok=True)
             with alone(folder):
@@ -220,7 +196,8 @@ class ShardFolder:
             return None
         self.make_parts()
         numbers = range(shard.first, shard.first + shard.records)
-        header = {"job": self.identity.digest, "shard": shard.number}
+        job = json.dumps(self.identity, sort_keys=True).encode()
+        header = {"job": hashlib.sha256(job).hexdigest(), "shard": shard.number}
         part = PartFile(self.parts, self.name(shard), header, numbers)
         if self.is_finished(shard):  # in the meantime
             part.remove()
@@ -248,7 +225,7 @@ class ShardFolder:
             "counts": counts.as_json(),
             "bytes": size,
             "sha256": digest.hexdigest(),
-            "job": self.identity.as_json(),
+            "job": self.identity,
         }
         with naming(self.folder), alone(self.folder):
             self._check_owner()
@@ -261,14 +238,13 @@ class ShardFolder:
         Raises:
           InputError: a manifest is missing, damaged, or another job's.
         """
-        job = self.identity.as_json()
 
         def read(shard: Shard) -> dict[str, Any]:
             path = self.manifest_path(shard)
             try:
                 manifest = json.loads(path.read_bytes())
                 Counts(**manifest["counts"])
-                of_this_job = manifest["job"] == job
+                of_this_job = manifest["job"] == self.identity
             except (OSError, ValueError, KeyError, TypeError):
                 raise InputError(
                     f"{path}: cannot be read; remove it, and run the same command again"
@@ -335,7 +311,7 @@ class ShardFolder:
                 "it was started by another version of wedlm, which counts forwards differently; "
                 "finish it with that version"
             )
-        return self.identity.differences(theirs)
+        return differences(self.identity, theirs)
 
     def _take_folder(self, overwrite: bool) -> None:
         """Claims the folder: only one of several jobs that begin at once gets it."""
@@ -404,11 +380,7 @@ def _name(shard: Shard, count: int) -> str:
 
 
 def read_job(folder: Path) -> dict[str, Any] | None:
-    """Reads `JOB`; returns None if the file does not exist.
-
-    Raises:
-      InputError: it is damaged.
-    """
+    """Reads `JOB`; returns None if the file does not exist."""
     path = folder / JOB
     for attempt in range(ATTEMPTS):
         try:

@@ -9,7 +9,6 @@ import pytest
 
 from infer.job.part_file import FORMAT
 from infer.job.prompt_record import checked_record, prepared_record, record_seed
-from infer.job.result_record import encoded, result_record
 from tests.examples.full_disk import make_read_only, run_with_small_files, small_disk
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.job_examples import (
@@ -26,8 +25,6 @@ from tests.infer.job.job_examples import (
     write,
 )
 from tests.wedlm_jax.test_messages import TEMPLATE, TOOLS
-from wedlm_jax.completion import Completion
-from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.errors import STORAGE_FAILED, InputError
 from wedlm_jax.params import SamplingParams
 
@@ -164,16 +161,6 @@ def test_logprobs_and_samples_are_those_of_the_library(model, llm, capsys):
         assert stats[name] == sum(sample[name] for sample in samples)
     summary = capsys.readouterr().err.splitlines()[-1]
     assert summary.startswith(f"out.jsonl: 5 records, {stats['tokens']} tokens in ")
-
-
-def test_a_row_holds_no_number_that_json_has_not():
-    impossible = float("-inf")
-    logprobs = [TokenLogprob(-0.5, [(7, -0.5), (8, impossible)]), TokenLogprob(impossible, [])]
-    line = encoded(result_record("x", Completion("ab", [7, 9], "length", 2, 8, logprobs), {}))
-    assert line.endswith(
-        b'"logprobs": [{"logprob": -0.5, "top": [[7, -0.5], [8, null]]}, '
-        b'{"logprob": null, "top": []}]}'
-    )
 
 
 def test_seeds_tell_ids_apart():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from openai.types import Completion as TextCompletion
 from openai.types.chat import ChatCompletion
 
-from infer.job.input import BadPrompt, RecordIndex, Workload
+from infer.job.input import Place, Record, RecordIndex, Workload
 from infer.job.prompt_record import KEYS as KEYS_READ
 from infer.job.prompt_record import (
     PROMPT_KINDS,
@@ -400,9 +400,9 @@ def test_whatever_a_line_holds_it_decodes_or_is_refused_in_a_sentence(llm, line)
     index = RecordIndex(1, "", (), 1, (), nothing, nothing)
     workload = Workload([], index, SamplingParams(max_tokens=24), False)
     try:
-        prompt, params, *_ = workload.prepare(llm, 0, line).prompt
-    except BadPrompt as bad:
-        reason = bad.reason
+        prompt, params, *_ = workload.prepare(llm, Record(0, Place(0, 0, 1)), line)
+    except InputError as bad:
+        reason = str(bad)
     else:
         assert len(prompt) > 0 < params.max_tokens
         return

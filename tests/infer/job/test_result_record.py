@@ -22,7 +22,7 @@ from tests.infer.job.job_examples import (
     write,
     write_parquet,
 )
-from wedlm_jax.errors import BAD_DATA, did_you_mean
+from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.records.parquet import without_nulls
 
 OWN = {"topic": {"name": "naïve", "tags": [1, None, {}]}, "source": None, "score": 0.5, "": [[]]}
@@ -95,12 +95,6 @@ def test_values_of_tables_become_those_of_json(model, quick):
     ]
 
 
-def test_a_number_that_is_too_large_for_json_is_null(model, quick):
-    Path("in.jsonl").write_text('{"prompt": "a", "x": [1e999, 1e9]}\n')
-    assert run(model) == 0
-    assert results()[0]["x"] == [None, 1e9]
-
-
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
@@ -126,13 +120,6 @@ def test_keys_of_the_output_are_refused_at_the_first_record(model, never_decodes
     where = "in.jsonl line 1" if kind == "jsonl" else "in.parquet"
     assert f"{where}: 'text' is a key of the output" in capsys.readouterr().err
     assert os.listdir() == [f"in.{kind}"]
-
-
-def test_the_nearest_name_is_the_one_whose_words_are_there():
-    names = ["min_tokens", "max_tokens", "prompt", "prompt_token_ids"]
-    assert did_you_mean("max_completion_tokens", names) == "did you mean 'max_tokens'?"
-    assert did_you_mean("prompt_tokn_ids", names) == "did you mean 'prompt_token_ids'?"
-    assert did_you_mean("xyz", names).startswith("there are min_tokens, ")
 
 
 TABLE = [

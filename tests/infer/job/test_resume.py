@@ -19,7 +19,7 @@ from tests.infer.job.job_examples import (
     words,
     write,
 )
-from wedlm_jax.generation import Generation
+from wedlm_jax.generation import Handle
 from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 
@@ -231,10 +231,12 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
     write(words(16))
     handler, add = signal.getsignal(signal.SIGTERM), PartFile.add
     with monkeypatch.context() as patch:
+        asked = []
 
-        def asked_to_end(self, records):
-            add(self, records)
-            if len(decoded) == 2:
+        def asked_to_end(self, *record):
+            add(self, *record)
+            if len(decoded) == 2 and not asked:
+                asked.append(record)
                 os.kill(os.getpid(), signal.SIGTERM)
 
         patch.setattr(PartFile, "add", asked_to_end)
@@ -255,17 +257,17 @@ def test_sigterm_keeps_no_prompt_that_lacks_samples(model, monkeypatch, capsys):
     write([{"prompt": "mat"}, {"prompt": "a"}])
     options = ("--n", "40", "--temperature", "1", "--logprobs", "2")
     assert run(model, *options, output="whole.jsonl") == 0
-    finish = Generation._finish
+    end = Handle._end
     with monkeypatch.context() as patch:
         asked = []
 
-        def asked_to_end(self, *sample):
+        def asked_to_end(self, sample):
             if not asked:
                 os.kill(os.getpid(), signal.SIGTERM)
             asked.append(sample)
-            return finish(self, *sample)
+            end(self, sample)
 
-        patch.setattr(Generation, "_finish", asked_to_end)
+        patch.setattr(Handle, "_end", asked_to_end)
         assert run(model, *options) == 143
         assert 1 <= len(asked) <= 4, "nothing is decoded that comes to nothing"
     assert f"stopped by SIGTERM: {kept(0, 2)}; " in capsys.readouterr().err

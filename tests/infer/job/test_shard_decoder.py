@@ -20,16 +20,16 @@ from wedlm_jax.host.progress import ProgressBar
 
 DONE = Counts(rows=40, error_rows=3, tokens=700, num_forwards=180, num_token_instances=2800)
 HALF = JobProgress(
-    done=60,
-    earlier=20,
     total=100,
+    earlier=15,
+    elsewhere=5,
+    finished=DONE,
     tokens=800,
     forwards=200,
-    finished=DONE,
-    seconds=16.0,
+    seconds=18.0,
     compile_seconds=9.0,
 )
-SPEED = "50 tokens/s, 4.00 tokens per forward, p_cache 0.25"
+SPEED = "44 tokens/s, 4.00 tokens per forward, p_cache 0.25"
 
 
 def shown(progress):
@@ -41,28 +41,9 @@ def shown(progress):
 
 
 def test_rates_count_this_run_only():
-    assert HALF.tokens_per_second == 50
-    assert HALF.tokens_per_forward == 4
-    assert HALF.seconds_left == 16.0, "40 records took 16 seconds, and 40 are left"
+    assert HALF.seconds_left == 16.0, "45 records took 18 seconds, and 40 are left"
     assert shown(HALF) == f"60 of 100 records, 3 bad, {SPEED}, 0:16 left\n"
-    assert HALF.as_json() == {
-        "rows": 40,
-        "error_rows": 3,
-        "tokens": 700,
-        "num_forwards": 180,
-        "num_token_instances": 2800,
-        "mask_drafts": 0,
-        "mask_drafts_accepted": 0,
-        "lookup_drafts": 0,
-        "lookup_drafts_accepted": 0,
-        "seconds": 16.0,
-        "compile_seconds": 9.0,
-        "tokens_per_second": 50.0,
-    }
-
-
-def test_nothing_is_known_before_the_first_record():
-    first = JobProgress(20, 20, 100, 0, 0, Counts(), 0.0, 9.0)
+    first = JobProgress(100, earlier=20, compile_seconds=9.0)
     assert first.seconds_left == math.inf
     assert shown(first) == "20 of 100 records, 0 tokens/s, 0.00 tokens per forward\n"
 
@@ -82,20 +63,6 @@ def test_with_nothing_to_finish_it_ends_there():
             ask()
     assert signal.getsignal(signal.SIGTERM) is before
     assert not issubclass(JobStopped, Exception), "handlers of errors let it pass"
-
-
-def test_with_something_to_finish_it_has_its_time(monkeypatch):
-    now = 50.0
-    monkeypatch.setattr("infer.job.shard_decoder.time.monotonic", lambda: now)
-    with GracefulStop(grace=20) as stop, stop.finishing():
-        stop.check()
-        ask()
-        assert stop.requested
-        now = 69.9
-        stop.check()
-        now = 70.0
-        with pytest.raises(JobStopped):
-            stop.check()
 
 
 def test_the_second_ends_the_process_at_once(monkeypatch):

@@ -14,9 +14,9 @@ import pytest
 
 import infer.job.shard_folder
 from infer.job.input import Shard
-from infer.job.part_file import FORMAT, InUse
+from infer.job.part_file import InUse
 from infer.job.shard_decoder import JobProgress
-from infer.job.shard_folder import JOB, Identity, ShardFolder, folder_digest
+from infer.job.shard_folder import JOB, ShardFolder, folder_digest
 from tests.infer.job.job_examples import (
     PRELOADED,
     contents,
@@ -29,25 +29,6 @@ from tests.infer.job.job_examples import (
     write,
 )
 from wedlm_jax.errors import InputError
-
-THIS = Identity("i", "c", {"chat": False, "params": {"stop": ("a",), "seed": 0}}, 1000, 5)
-
-
-def test_an_identity_is_read_back_as_it_was_written():
-    written = json.loads(json.dumps(THIS.as_json()))
-    again = Identity.from_json({**written, "wedlm_generate": FORMAT})
-    assert again.as_json() == THIS.as_json()
-    assert again.digest == THIS.digest
-
-
-def test_differences_name_every_setting():
-    other = Identity("j", "c", {"chat": True, "params": {"stop": (), "seed": 0}}, 10, 4)
-    assert THIS.differences(other.as_json()) == (
-        "the input differs, chat is True there and False here, stop is [] there and ['a'] "
-        "here, shard_size is 10 there and 1000 here"
-    )
-    assert THIS.differences(THIS.as_json()) == ""
-    assert other.digest != THIS.digest
 
 
 def test_checkpoint_may_be_moved_but_not_changed(model, tmp_path):
@@ -82,7 +63,13 @@ SHARDS = [Shard(0, 0, 2, None)]  # type: ignore[arg-type]
 
 
 def job(seed):
-    return Identity("input", "checkpoint", {"seed": seed}, 2, 2)
+    return {
+        "input": "input",
+        "checkpoint": "checkpoint",
+        "settings": {"seed": seed},
+        "shard_size": 2,
+        "rows": 2,
+    }
 
 
 def claims(barrier, told, folder, seed, links):
