@@ -27,11 +27,10 @@ completion from its first token, so that −1 is the prompt's last::
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import written_beside
@@ -55,7 +54,7 @@ class SequenceTrace:
       codec: the tokenizer; None where there is none.
       params: the sequence's sampling parameters.
       prompt_tokens: length of its prompt.
-      window_size: W; None where the engine chooses.
+      window_size: W; None or "auto" where the engine chooses.
       known: what else a file is to say of it: the model's name, the prompt's text.
     """
 
@@ -64,7 +63,7 @@ class SequenceTrace:
         codec: TextCodec | None,
         params: SamplingParams,
         prompt_tokens: int,
-        window_size: int | None,
+        window_size: int | str | None,
         **known: str,
     ):
         self._codec = codec
@@ -76,7 +75,7 @@ class SequenceTrace:
         self._head: dict[str, Any] = {
             **known,
             "mode": "ar" if autoregressive else params.mode,
-            "window_size": 0 if autoregressive else window_size,
+            "window_size": 0 if autoregressive else window_size if window_size != "auto" else None,
             "prompt_tokens": prompt_tokens,
             "options": {name: getattr(params, name) for name in TOLD},
         }
@@ -155,42 +154,40 @@ def write_trace(path: Path, sequences: Sequence[dict[str, Any]]) -> None:
 # --- reading ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """A JSON type, by name, and whether a value is of it."""
-
-    name: str
-    types: tuple[type, ...]
-    of: tuple[type, ...] | None = None
-
-    def holds(self, value: Any) -> bool:
-        if type(value) not in self.types:
-            return False
-        if self.of is None:
-            return True
-        parts = value.values() if isinstance(value, dict) else value
-        return all(isinstance(one, self.of) and not isinstance(one, bool) for one in parts)
+Kind: TypeAlias = tuple[str, Callable[[Any], bool]]
+"""A JSON type, in words, and whether a value is of it."""
 
 
-_INTEGER, _NUMBER = _Kind("an integer", (int,)), _Kind("a number", (int, float))
-_TEXT_OR_NULL = _Kind("a text or null", (str, type(None)))
-_INTEGERS = _Kind("a list of integers", (list,), (int,))
-SEQUENCE_FIELDS = {
-    "mode": _Kind("a text", (str,)),
+def _of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in types
+
+
+def _list_of(*types: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(type(one) in types for one in value)
+
+
+def _are_texts(value: Any) -> bool:
+    return type(value) is dict and all(type(one) is str for one in value.values())
+
+
+_INTEGER: Kind = "an integer", _of(int)
+_INTEGERS: Kind = "a list of integers", _list_of(int)
+SEQUENCE_FIELDS: dict[str, Kind] = {
+    "mode": ("a text", _of(str)),
     "prompt_tokens": _INTEGER,
-    "tokens": _Kind("an object of texts", (dict,), (str,)),
-    "forwards": _Kind("a list of objects", (list,), (dict,)),
+    "tokens": ("an object of texts", _are_texts),
+    "forwards": ("a list of objects", _list_of(dict)),
 }
-FORWARD_FIELDS = {
-    "seconds": _NUMBER,
+FORWARD_FIELDS: dict[str, Kind] = {
+    "seconds": ("a number", _of(int, float)),
     "start": _INTEGER,
-    "slots": _Kind("a list of integers and nulls", (list,), (int, type(None))),
-    "entropies": _Kind("a list of numbers and nulls", (list,), (int, float, type(None))),
-    "filled": _Kind("a list of [slot, id]", (list,), (list,)),
+    "slots": ("a list of integers and nulls", _list_of(int, type(None))),
+    "entropies": ("a list of numbers and nulls", _list_of(int, float, type(None))),
+    "filled": ("a list of [slot, id]", _list_of(list)),
     "out_of_order": _INTEGERS,
     "rejected": _INTEGERS,
     "committed": _INTEGERS,
-    "text": _TEXT_OR_NULL,
+    "text": ("a text or null", _of(str, type(None))),
     "num_forwards": _INTEGER,
     "num_token_instances": _INTEGER,
 }
@@ -230,14 +227,14 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return sequences
 
 
-def _check(value: Any, fields: dict[str, _Kind], where: str) -> None:
+def _check(value: Any, fields: dict[str, Kind], where: str) -> None:
     if not isinstance(value, dict):
         raise InputError(f"{where}: expected an object")
-    for name, kind in fields.items():
+    for name, (kind, holds) in fields.items():
         if name not in value:
             raise InputError(f"{where}: {name} is missing")
-        if not kind.holds(value[name]):
-            raise InputError(f"{where}: {name}: expected {kind.name}")
+        if not holds(value[name]):
+            raise InputError(f"{where}: {name}: expected {kind}")
 
 
 def _check_slots(forward: dict[str, Any], where: str) -> None:
@@ -247,7 +244,7 @@ def _check_slots(forward: dict[str, Any], where: str) -> None:
     if len(forward["entropies"]) != slots + 1:
         raise InputError(f"{where}: entropies: expected {slots + 1}, one more than slots")
     for pair in forward["filled"]:
-        if len(pair) != 2 or not _INTEGERS.holds(pair):
+        if len(pair) != 2 or not _list_of(int)(pair):
             raise InputError(f"{where}: filled: expected pairs [slot, id]")
     named = [*(slot for slot, _ in forward["filled"])]
     named += forward["out_of_order"] + forward["rejected"]

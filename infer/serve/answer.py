@@ -132,11 +132,7 @@ class Answer:
 
     async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
         """Yields what is new after each step of the engine that brought something, and an empty
-        list after each ``patience`` seconds without.
-
-        Raises:
-          Exception: why a sequence failed.
-        """
+        list after each ``patience`` seconds without."""
         while not self.is_over:
             try:
                 async with asyncio.timeout(patience):
@@ -173,10 +169,7 @@ class Answer:
 
     def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
         own, default = self._call.window, self._engine.engine.window_size
-        window = default if own is None else own
-        return SequenceTrace(
-            self._codec, params, prompt_tokens, window if isinstance(window, int) else None
-        )
+        return SequenceTrace(self._codec, params, prompt_tokens, default if own is None else own)
 
     def _take(self, events: Sequence[Event]) -> list[_Choice]:
         """Hands events to their choices; returns the choices that may have news."""

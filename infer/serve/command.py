@@ -211,11 +211,7 @@ def logged(what: str) -> Iterator[None]:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to an address, not listening yet.
-
-    Raises:
-      InputError: the address cannot be bound.
-    """
+    """Returns a socket bound to an address, not listening yet."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind)

@@ -43,34 +43,38 @@ class Programs:
         self._made, self._had_to_wait = 0, False
         self.is_compiling = False
 
-    def choose(self, waiting: Sequence[Request]) -> tuple[list[Request], list[Request], Traits]:
-        """Chooses which requests can join the running ones.
+    def admit(
+        self, waiting: Sequence[Request]
+    ) -> tuple[list[Request], list[Request], list[Failed], Traits]:
+        """Chooses which requests can join the running ones, and starts to compile what is missing.
 
         Returns:
-          the requests that can join, those that wait for a program, and the traits of all that then
-          run.
+          the requests that can join, those that wait for a program, those that cannot be decoded,
+          and the traits of all that then run.
         """
         engine = self._engine
-        ready, held = list[Request](), list[Request]()
+        ready, held, failed = list[Request](), list[Request](), self._failures()
         traits = engine.traits_with([])
         for request in waiting:
-            both = traits.union(engine.traits_of(request))
+            if any(request.number == one.number for one in failed):
+                continue
+            try:
+                both = traits.union(engine.traits_of(request))
+            except Exception as fault:
+                failed.append(Failed(request, fault))
+                continue
             if engine.compiled_for(both) is None:
                 held.append(request)
             else:
                 ready.append(request)
                 traits = both
-        return ready, held, traits
+        if not self.is_compiling:
+            self._compile_next(held, traits)
+        return ready, held, failed, traits
 
-    def compile(self, held: Sequence[Request], running: Traits) -> None:
-        """Starts to compile the most needed program, unless a compilation is running.
-
-        Args:
-          held: requests that wait for a program, in order of arrival.
-          running: the traits of all requests that do not wait.
-        """
-        if self.is_compiling:
-            return
+    def _compile_next(self, held: Sequence[Request], running: Traits) -> None:
+        """Starts to compile the most needed program: what the first that waits needs, everything,
+        or what fits those that run better."""
         engine = self._engine
         if held:
             needed = engine.traits_with([held[0]]).rounded
@@ -94,14 +98,14 @@ class Programs:
             self._made += 1
             self._start(better)
 
-    def failure(self) -> Failed | None:
+    def _failures(self) -> list[Failed]:
         """Returns, once, the failure of the request whose program could not be compiled; the next
         request that needs this program tries again."""
         if self.is_compiling or self._needed is None:
-            return None
+            return []
         (traits, request), self._needed = self._needed, None
         error = self._failed.pop(traits, None)
-        return None if error is None else Failed(request, error)
+        return [] if error is None else [Failed(request, error)]
 
     def _start(self, traits: Traits) -> None:
         self.is_compiling = True
@@ -143,21 +147,9 @@ class ServedEngine(EngineLoop):
         return self.programs.is_compiling
 
     def _admitted(self, waiting: list[Request]) -> tuple[list[Request], list[Event], Traits | None]:
-        failed: list[Event] = []
-        if (failure := self.programs.failure()) is not None:
-            failed.append(failure)
-            waiting = [request for request in waiting if request.number != failure.number]
-        sound = []
-        for request in waiting:
-            try:
-                self.engine.traits_of(request)
-                sound.append(request)
-            except Exception as fault:
-                failed.append(Failed(request, fault))
-        ready, held, traits = self.programs.choose(sound)
-        self.programs.compile(held, traits)
+        ready, held, failed, traits = self.programs.admit(waiting)
         self.num_held = len(held)
-        return ready, failed, self.engine.compiled_for(traits)
+        return ready, [*failed], self.engine.compiled_for(traits)
 
     def _hand_out(self, parcels: Parcels) -> None:
         self._loop.call_soon_threadsafe(super()._hand_out, parcels)

@@ -58,21 +58,6 @@ def test_a_call_that_cannot_be_read_is_named(llm):
     assert (refused.value.status, refused.value.param) == (400, "messages.1.tool_calls.0")
 
 
-def test_no_more_than_there_are_places():
-    places = Capacity(running=2, queued=3)
-    places.check(5)
-    places.enter(4)
-    with pytest.raises(ApiError) as full:
-        places.enter(2)
-    assert (full.value.status, full.value.headers["Retry-After"]) == (429, "1")
-    places.enter(1)
-    places.leave(5)
-    places.enter(5)
-    with pytest.raises(ApiError, match="6 completions are asked for; this server takes 5") as never:
-        places.check(6)
-    assert never.value.status == 400
-
-
 def test_retry_after_follows_how_soon_others_were_done(monkeypatch):
     now = 0.0
     monkeypatch.setattr(calls.time, "monotonic", lambda: now)

@@ -227,8 +227,7 @@ class Compiler:
 
     def offer(self, *params):
         """How many requests join at once, and how many wait for a program."""
-        ready, held, traits = self.programs.choose(requests(*params))
-        self.programs.compile(held, traits)
+        ready, held, self.failed, _ = self.programs.admit(requests(*params))
         return len(ready), len(held)
 
     def finish(self):
@@ -301,8 +300,8 @@ def test_a_failed_compilation_fails_nobody_who_can_be_decoded(both, monkeypatch)
     compiler.error = RuntimeError("too large")
     for _ in range(3):
         assert compiler.offer(SPECIAL[0]) == (1, 0)
+        assert compiler.failed == []
         compiler.finish()
-        assert compiler.programs.failure() is None
     assert len(compiler.wanted) == 1, "it is not tried again and again"
 
 
@@ -312,15 +311,13 @@ def test_without_the_two_programs_the_first_waits_and_fails_alone(tiny_model, mo
     first, second = SPECIAL[0], SPECIAL[2]
     compiler.error = RuntimeError("too large")
     assert compiler.offer(first, second) == (0, 2)
-    assert compiler.programs.failure() is None, "not before it is known"
+    assert compiler.failed == [], "not before it is known"
     compiler.finish()
-    failed = compiler.programs.failure()
-    assert failed is not None
-    assert (failed.number, str(failed.error)) == (0, "too large")
-    assert compiler.programs.failure() is None
-    # The next is tried with its own program; then everything, so that nobody waits again.
     compiler.error = None
-    compiler.offer(second)
+    # The next is tried with its own program; then everything, so that nobody waits again.
+    assert compiler.offer(first, second) == (0, 1)
+    ((number, error),) = [(one.number, str(one.error)) for one in compiler.failed]
+    assert (number, error) == (0, "too large")
     compiler.finish()
     compiler.offer()
     compiler.finish()

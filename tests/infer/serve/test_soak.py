@@ -81,13 +81,3 @@ def test_soak(requests, offline):
     )
     assert arrays[-1] <= arrays[0]
     assert memory[-1] <= memory[0] * (1 + GROWTH_ALLOWED)
-
-
-def test_calls_are_the_same_every_time_and_of_all_lengths():
-    asks = random_asks(400, 100)
-    assert asks[:20] == random_asks(20, 100)
-    lengths = [len(ask.fields["prompt"]) for ask in asks]
-    assert min(lengths) <= 2
-    assert LONGEST_PROMPT * 0.8 < max(lengths) <= LONGEST_PROMPT
-    assert np.median(lengths) < LONGEST_PROMPT / 5, "short ones most often"
-    assert 100 < sum(ask.leave_after is not None for ask in asks) < 170
