@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from rich.text import Text
+
 from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from wedlm_jax.engine.interface import WindowView
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.records.questions import Question
+    from wedlm_jax.text import TextCodec
 
 PROMPTS_A_REGIME = 4
 LONGEST_PAUSE = 0.6
@@ -29,6 +32,16 @@ LONGEST_PAUSE = 0.6
 PASSES = 3
 PICTURE_WIDTH = 100
 """Columns of the picture that `--record` draws."""
+
+MASK = "░"
+TAIL = 40
+"""Characters of committed text that a plain line keeps, to stay one line."""
+
+FILLED_STYLE = "#101010 on #8fbf6f"
+MASK_STYLE = "bright_black"
+LEGEND = Text.assemble(
+    "committed  ", (" filled ", FILLED_STYLE), "  ", (MASK + " masked", MASK_STYLE)
+)
 
 
 def main(arguments: list[str]) -> int:
@@ -96,7 +109,6 @@ def _introduce(console: Console, decoder: Decoder) -> None:
     import jax
 
     from infer.evaluate import MAX_TOKENS
-    from infer.window_view import LEGEND
 
     engine = decoder.llm.engine
     config, device = engine.config, jax.devices()[0]
@@ -131,8 +143,6 @@ def _show(
 ) -> None:
     """Shows one prompt: its forwards one after the other in a terminal; elsewhere its answer, after
     a line for each forward if ``trace``."""
-    from infer.window_view import plain, styled
-
     codec = decoder.llm.codec
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
@@ -196,7 +206,6 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from infer.window_view import LEGEND, styled
     from wedlm_jax.host.atomic import written_beside
 
     codec = decoder.llm.codec
@@ -250,3 +259,37 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
         f"turns. Times include the prompt, not compiling ({compiling:.0f} s in all). Mode paper "
         "commits masks as filled; mode verified commits only what AR would choose."
     )
+
+
+# --- a sequence as text: committed tokens, filled slots, masks -------------------------------
+
+
+def styled(codec: TextCodec, committed: Sequence[int], window: WindowView | None) -> Text:
+    """Shows committed text as it is, filled slots on a coloured ground, masks as shaded cells."""
+    text = Text(codec.complete_text(list(committed)))
+    for token in window.tokens if window else ():
+        if token is None:
+            text.append(MASK, MASK_STYLE)
+        else:
+            text.append(_visible(codec, token), FILLED_STYLE)
+    return text
+
+
+def plain(codec: TextCodec, committed: Sequence[int], window: WindowView) -> str:
+    """Shows the same without colours: the end of the committed text, then the window with filled
+    slots in brackets and masks as underscores, in one line."""
+    slots = (
+        "_" if token is None else f"[{_visible(codec, token).strip(' ')}]"
+        for token in window.tokens
+    )
+    text = _one_line(codec.complete_text(list(committed)))
+    tail = text if len(text) <= TAIL else "…" + text[1 - TAIL :]
+    return f"{tail}|{''.join(slots)}"
+
+
+def _visible(codec: TextCodec, token: int) -> str:
+    return _one_line(codec.decode([token])) or "·"
+
+
+def _one_line(text: str) -> str:
+    return text.replace("\n", "⏎")

@@ -7,8 +7,8 @@ set by prompt set, so that a busy machine slows them alike.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import wedlm_jax
-from infer.evaluation_options import KINDS, QUESTION_OPTIONS, TASK_OPTIONS, check, parser
-from infer.flags import LLM_OPTIONS, advised_params
+from infer.flags import LLM_OPTIONS, add_engine_options, advised_params, flag
 from infer.generate import load
-from infer.plots import draw_scores
-from infer.score import Score
+from infer.plots import check_plot
+from infer.score import Score, draw_scores, legend, score_table
 from wedlm_jax.errors import InputError
-from wedlm_jax.host.atomic import write_json, written_beside
-from wedlm_jax.records.questions import read_questions, tally
+from wedlm_jax.host.atomic import check_writable, write_json, written_beside
+from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.records.questions import MATCHES, read_questions, tally
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +36,33 @@ if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.records.questions import Question
+
+KINDS = ("ar", "blockwise", "paper", "verified")
+"""Of decoders, in the order in which they are compared."""
+
+QUESTION_OPTIONS: dict[str, Any] = {
+    "questions": None,
+    "match": "exact",
+    "chat": False,
+    "samples": None,
+    "decoders": KINDS,
+    "passes": 3,
+    "answers": None,
+    "plot": None,
+}
+"""What only questions take, and the defaults."""
+
+TASK_OPTIONS: dict[str, Any] = {
+    "mode": "verified",
+    "limit": None,
+    "num_fewshot": None,
+    "apply_chat_template": False,
+    "include_path": (),
+    "log_samples": False,
+    "run_code": False,
+}
+"""What only tasks take, and the defaults."""
+
 
 EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"
 
@@ -66,39 +93,6 @@ class Decoder:
     params: SamplingParams
 
 
-def evaluate(
-    decoders: Sequence[Decoder],
-    questions: Sequence[Question],
-    *,
-    passes: int = 3,
-    on_pass: Callable[[str], None] = lambda _: None,
-    on_answers: Callable[[str, list[Completion]], None] = lambda *_: None,
-) -> list[Score]:
-    """Scores decoders on the same questions of one regime.
-
-    Args:
-      passes: timed passes of each decoder over all the questions.
-      on_pass: told the name of the decoder whose pass begins.
-      on_answers: told each decoder's name and what it completed.
-    """
-    answers, seconds = [], [[0.0] * passes for _ in decoders]
-    for decoder in decoders:
-        on_pass(decoder.name)
-        answers.append(_complete(decoder, questions))
-        on_answers(decoder.name, answers[-1])
-    for number in range(passes):
-        for decoder, times in zip(decoders, seconds, strict=True):
-            on_pass(decoder.name)
-            compiled, started = decoder.llm.engine.compile_seconds, time.perf_counter()
-            _complete(decoder, questions)
-            compiling = decoder.llm.engine.compile_seconds - compiled
-            times[number] = time.perf_counter() - started - compiling
-    return [
-        _score(decoder, questions, completions, answers[0], statistics.median(times))
-        for decoder, completions, times in zip(decoders, answers, seconds, strict=True)
-    ]
-
-
 def evaluate_all(
     decoders: Sequence[Decoder],
     regimes: Sequence[Sequence[Question]],
@@ -107,42 +101,45 @@ def evaluate_all(
     console: Console | None = None,
     on_answers: Callable[[Sequence[Question], str, list[Completion]], None] = lambda *_: None,
 ) -> list[Score]:
-    """Does what `evaluate` does for one regime after another, under a progress bar.
+    """Scores decoders on the questions of one regime after another, under a progress bar.
 
     Args:
+      passes: timed passes of each decoder over all the questions.
       console: where the bar is shown; by default on standard error.
       on_answers: told questions, a decoder's name, and what it completed.
     """
     from wedlm_jax.host.progress import ProgressBar
 
     total = sum(map(len, regimes)) * len(decoders) * (passes + 1)
-    scores, answered, asked = list[Score](), 0, 0
-    engines = {id(decoder.llm): decoder.llm.engine for decoder in decoders}.values()
-
-    def decoding_seconds() -> float:
-        return time.monotonic() - sum(engine.compile_seconds for engine in engines)
-
-    started = decoding_seconds()
+    scores, answered, spent = list[Score](), 0, 0.0
     with ProgressBar("answers", total=total, console=console) as bar:
 
-        def begin(questions: Sequence[Question], name: str) -> None:
-            nonlocal answered, asked
-            answered, asked = answered + asked, len(questions)
-            spent = decoding_seconds() - started
+        def run(decoder: Decoder, questions: Sequence[Question]) -> tuple[list[Completion], float]:
+            """Returns the completions, and the seconds that they took without compiling."""
+            nonlocal answered, spent
             bar.update(
                 answered,
-                title=f"{questions[0].regime.replace('_', ' ')} · {name:<16}",
+                title=f"{questions[0].regime.replace('_', ' ')} · {decoder.name:<16}",
                 seconds_left=spent * (total / answered - 1) if answered else math.inf,
             )
+            compiled, started = decoder.llm.engine.compile_seconds, time.perf_counter()
+            completions = _complete(decoder, questions)
+            compiling = decoder.llm.engine.compile_seconds - compiled
+            seconds = time.perf_counter() - started - compiling
+            answered, spent = answered + len(questions), spent + seconds
+            return completions, seconds
 
         for questions in regimes:
-            scores += evaluate(
-                decoders,
-                questions,
-                passes=passes,
-                on_pass=functools.partial(begin, questions),
-                on_answers=functools.partial(on_answers, questions),
-            )
+            answers = []
+            for decoder in decoders:
+                answers.append(run(decoder, questions)[0])
+                on_answers(questions, decoder.name, answers[-1])
+            seconds = [[run(decoder, questions)[1] for decoder in decoders] for _ in range(passes)]
+            medians = map(statistics.median, zip(*seconds, strict=True))
+            scores += [
+                _score(decoder, questions, completions, answers[0], median)
+                for decoder, completions, median in zip(decoders, answers, medians, strict=True)
+            ]
         bar.update(total)
     return scores
 
@@ -171,11 +168,7 @@ def _prompts(llm: LLM, questions: Iterable[Question]) -> list[list[int]]:
 
 
 def check_fits(decoder: Decoder, question: Question) -> None:
-    """Refuses what the model cannot decode.
-
-    Raises:
-      InputError: naming the line, and why.
-    """
+    """Refuses what the model cannot decode."""
     llm = decoder.llm
     with question.named():
         prompt = llm.as_ids(
@@ -214,27 +207,6 @@ def _score(
         seconds,
         counted.cut,
     )
-
-
-def main(arguments: list[str]) -> int:
-    given = vars(parser().parse_args(arguments))
-    check(given)
-    options = QUESTION_OPTIONS | TASK_OPTIONS | {"output": None} | given
-    if "tasks" in given:
-        from infer.harness.command import run_tasks
-
-        return run_tasks(options)
-    own = options["questions"] is not None
-    regimes = read_questions(
-        Path(options["questions"] if own else EMBEDDED_QUESTIONS),
-        match=options["match"],
-        chat=options["chat"],
-    )
-    options.setdefault("max_tokens", OWN_MAX_TOKENS if own else MAX_TOKENS)
-    samples = options["samples"] or (None if own else SAMPLES)
-    chosen = [questions[:samples] for questions in regimes.values()]
-    _compare(options, chosen)
-    return 0
 
 
 def decoders_at(
@@ -295,8 +267,6 @@ def decoders_at(
 def _compare(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) -> None:
     """Compares decoders as ``options`` say; prints and writes what came of it."""
     from rich.console import Console
-
-    from infer.score import legend, score_table
 
     names = {name: options[name] for name in DECODER_OPTIONS if name in options}
     decoders = decoders_at(
@@ -369,3 +339,130 @@ def _tell_cut(scores: Sequence[Score], max_tokens: int) -> None:
             f"{cut} of {total} answers were cut at {max_tokens} tokens; --max-tokens N allows more",
             file=sys.stderr,
         )
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser. An option that is not given is absent from the result."""
+    result = CommandParser(
+        prog="wedlm evaluate",
+        usage="wedlm evaluate [--model DIR] [--questions FILE | --tasks NAME ...] [options]",
+        description="Accuracy and speed of AR, block-wise, streaming and verified decoding from "
+        "the same weights,\non questions held out from the embedded model's training, or your own; "
+        "or the scores of a\nmodel on tasks of lm-evaluation-harness.",
+        epilog="docs/evaluation.md tells the format of questions, and how HumanEval is run.\n\n"
+        "examples:\n"
+        "  wedlm evaluate --samples 100 --entropy-threshold 0.4 --plot scores.svg\n"
+        "  wedlm evaluate --model DIR --questions questions.jsonl --decoders ar verified\n"
+        "  wedlm evaluate --model DIR --tasks gsm8k --limit 200 --batch-size 64",
+        argument_default=argparse.SUPPRESS,
+    )
+    add_engine_options(result.add_argument_group("model"), batch_size="1; tasks 16")
+    _add_decoding(result.add_argument_group("decoding"))
+    _add_questions(result.add_argument_group("questions"))
+    _add_tasks(result.add_argument_group("tasks; these need wedlm-jax[eval]"))
+    return result
+
+
+def _add_decoding(group: Any) -> None:
+    add = group.add_argument
+    add("--window-size", type=int, metavar="N", help="W, how many masks draft in parallel [16]")
+    add(
+        "--entropy-threshold",
+        type=float,
+        nargs="+",
+        metavar="X",
+        help="τ in nats of mode paper; with questions one or more [0.2 0.4 0.6 0.9; tasks 0.4]",
+    )
+    add("--position-penalty", type=float, metavar="X", help="λ of mode paper [0.02]")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="the most tokens of an answer [160, own questions 512; tasks: what each says]",
+    )
+    add("--output", metavar="FILE", help="also write the scores as JSON")
+
+
+def _add_questions(group: Any) -> None:
+    add = group.add_argument
+    add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
+    add(
+        "--match",
+        choices=MATCHES,
+        help="how answers are judged where a question does not say [exact]",
+    )
+    add("--chat", action="store_true", help="a prompt is a user's message, for the chat template")
+    samples = "how many questions of each regime [300; own questions all]"
+    add("--samples", type=int, metavar="N", help=samples)
+    add(
+        "--decoders",
+        nargs="+",
+        choices=KINDS,
+        metavar="NAME",
+        help=f"which to compare, of {', '.join(KINDS)} [all; ar of a model that knows no masks]",
+    )
+    add("--passes", type=int, metavar="N", help="timed passes [3]")
+    add("--answers", metavar="FILE", help="also write each answer and its verdict as JSONL")
+    add(
+        "--plot", metavar="FILE", help="also draw the scores (.svg, .png or .pdf; wants matplotlib)"
+    )
+
+
+def _add_tasks(group: Any) -> None:
+    add = group.add_argument
+    add("--tasks", nargs="+", metavar="NAME", help="names or YAML files of tasks")
+    add("--mode", choices=("verified", "paper", "ar"), help="how answers are decoded [verified]")
+    add("--limit", type=int, metavar="N", help="how many documents of each task [all]")
+    add("--num-fewshot", type=int, metavar="N", help="solved examples before each [as tasks say]")
+    add("--apply-chat-template", action="store_true", help="ask through the chat template [off]")
+    add(
+        "--include-path",
+        nargs="+",
+        metavar="DIR",
+        help="folders with tasks of your own [none]",
+    )
+    add("--log-samples", action="store_true", help="with --output: keep every answer in it [off]")
+    add(
+        "--run-code",
+        action="store_true",
+        help="run programs that the model wrote, which human_eval is scored by [off]",
+    )
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuses options that contradict one another, before anything is loaded."""
+    tasks = "tasks" in given
+    if others := (QUESTION_OPTIONS if tasks else TASK_OPTIONS).keys() & given.keys():
+        raise InputError(f"{flag(min(others))} goes {'without' if tasks else 'with'} --tasks")
+    for name in ("samples", "passes", "limit", "max_tokens"):
+        if given.get(name, 1) < 1:
+            raise InputError(f"{flag(name)}: expected at least 1, not {given[name]}")
+    for name in ("output", "answers"):
+        if name in given:
+            check_writable(Path(given[name]), f"--{name}")
+    if "plot" in given:
+        check_plot(given["plot"])
+
+
+def main(arguments: list[str]) -> int:
+    given = vars(parser().parse_args(arguments))
+    check(given)
+    options = QUESTION_OPTIONS | TASK_OPTIONS | {"output": None} | given
+    if "tasks" in given:
+        from infer.harness.command import run_tasks
+
+        return run_tasks(options)
+    own = options["questions"] is not None
+    regimes = read_questions(
+        Path(options["questions"] if own else EMBEDDED_QUESTIONS),
+        match=options["match"],
+        chat=options["chat"],
+    )
+    options.setdefault("max_tokens", OWN_MAX_TOKENS if own else MAX_TOKENS)
+    samples = options["samples"] or (None if own else SAMPLES)
+    chosen = [questions[:samples] for questions in regimes.values()]
+    _compare(options, chosen)
+    return 0

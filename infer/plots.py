@@ -1,27 +1,26 @@
-"""Figures of what was measured; matplotlib is imported only to draw them."""
+"""Figures, for which alone matplotlib is imported; and `wedlm plot`, which draws a trace, slots
+against forwards.
+
+Tested by tests/infer/test_trace.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from wedlm_jax.errors import InputError, require_extra
+from wedlm_jax.errors import InputError, counted, require_extra
 from wedlm_jax.host.atomic import check_writable
+from wedlm_jax.host.command_line import CommandParser
 
-if TYPE_CHECKING:
-    from infer.score import Score
-
+PALE = 2.0
+"""Nats of entropy; what is less certain looks no paler."""
 FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuses what could not be drawn, before anything is measured.
-
-    Raises:
-      InputError: matplotlib is not installed, the folder is not there, or the ending is none of
-        `FORMATS`.
-    """
+    """Refuses what could not be drawn, before anything is measured."""
     if Path(path).suffix not in FORMATS:
         raise InputError(f"{path}: a plot's name ends with one of {', '.join(FORMATS)}")
     check_writable(Path(path))
@@ -41,42 +40,114 @@ def save_figure(figure: Any, path: Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def draw_scores(scores: Sequence[Score], path: Path) -> None:
-    """Draws what is right, or is exactly AR's where nothing is to be right or wrong, against tokens
-    per forward and against the speed: a column for each regime."""
-    regimes = list(dict.fromkeys(score.regime for score in scores))
-    figure = new_figure(4 * len(regimes), 7)
-    panels = figure.subplots(2, len(regimes), squeeze=False)
-    for column, regime in enumerate(regimes):
-        some = [score for score in scores if score.regime == regime]
-        checked = some[0].accuracy is not None
-        for row, name in enumerate(("tokens a forward", "speed-up against AR, wall-clock")):
-            axes = panels[row][column]
-            for kind in dict.fromkeys(_kind(score) for score in some):
-                members = [score for score in some if _kind(score) == kind]
-                points = [
-                    (
-                        s.tokens_per_second / some[0].tokens_per_second
-                        if row
-                        else s.tokens_per_forward,
-                        100 * (s.accuracy if s.accuracy is not None else s.as_first),
-                    )
-                    for s in members
-                ]
-                marker = "*" if kind == "verified" else "s" if kind == "AR" else "o"
-                size = 14 if kind == "verified" else 7
-                axes.plot(*zip(*points, strict=True), marker=marker, markersize=size, label=kind)
-                for point, score in zip(points, members, strict=True):
-                    if "τ" in score.decoder:
-                        tau = score.decoder.partition("τ=")[2]
-                        axes.annotate(tau, point, (4, 5), textcoords="offset points", fontsize=8)
-            axes.set(xlabel=name, ylabel="right, %" if checked else "texts exactly AR's, %")
-            axes.set_xlim(0, None)
-            axes.grid(alpha=0.3)
-        panels[0][column].set_title(regime.replace("_", " "))
-    panels[0][0].legend()
+# --- wedlm plot -----------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    parser = CommandParser(
+        prog="wedlm plot",
+        description="Draws a trace of `wedlm generate --trace`, or one saved by the page of\n"
+        "`wedlm serve`: each forward is a row, each place in the completion a column.\n"
+        "Colour is the entropy of what the forward predicted there; outlines tell what\n"
+        "it committed, filled out of order, and rejected.",
+        epilog="example:\n"
+        '  wedlm generate --prompt "Once upon a time" --trace out.json && wedlm plot out.json',
+    )
+    parser.add_argument("trace", metavar="TRACE", help="file of traces")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help=".svg, .png or .pdf [the trace's name with .svg]",
+    )
+    options = parser.parse_args(arguments)
+
+    from infer.trace import read_trace
+
+    trace = Path(options.trace)
+    output = trace.with_suffix(".svg") if options.output is None else Path(options.output)
+    check_plot(output)
+    draw_traces(read_trace(trace), output)
+    print(output)
+    return 0
+
+
+def draw_traces(sequences: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws a panel a sequence, all to one scale."""
+    rows = [len(sequence["forwards"]) for sequence in sequences]
+    places = max(_end(sequence) for sequence in sequences)
+    width = min(max(places * 0.16, 6), 16)
+    # Room for title and labels beside the rows.
+    heights = [min(max(count * 0.16, 0.9), 10) for count in rows]
+    figure = new_figure(width + 1.5, sum(heights) + 0.9 * len(rows) + 0.6)
+    panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]
+    image = None
+    for axes, sequence in zip(panels, sequences, strict=True):
+        image = _draw(axes, sequence, places)
+    panels[-1].set_xlabel("place in the completion")
+    figure.colorbar(image, ax=list(panels), label="entropy, nats", extend="max", aspect=30)
+    figure.legend(handles=list(_legend()), loc="outside lower center", ncols=4, frameon=False)
     save_figure(figure, path)
 
 
-def _kind(score: Score) -> str:
-    return score.decoder.partition(" τ")[0]
+def _end(sequence: dict[str, Any]) -> int:
+    return max(forward["start"] + len(forward["slots"]) for forward in sequence["forwards"]) + 1
+
+
+EARLY, REJECTED, FILLED = "#e8a200", "#c0341d", "#5c7cfa"
+COMMITTED: dict[str, Any] = {
+    "marker": "o",
+    "markersize": 4,
+    "color": "white",
+    "markeredgecolor": "black",
+    "linestyle": "",
+}
+
+
+def _draw(axes: Any, sequence: dict[str, Any], places: int) -> Any:
+    import numpy as np
+
+    values, outlines = np.full((len(sequence["forwards"]), places), np.nan), []
+    length = 0
+    for row, forward in enumerate(sequence["forwards"]):
+        start = forward["start"]
+        for slot, entropy in enumerate(forward["entropies"]):
+            if entropy is not None and start + slot >= 0:
+                values[row, start + slot] = entropy
+        early = set(forward["out_of_order"])
+        for slot, _ in forward["filled"]:
+            outlines.append((start + slot, row, EARLY if slot in early else FILLED))
+        outlines += [(start + slot, row, REJECTED) for slot in forward["rejected"]]
+        for place in range(length, length + len(forward["committed"])):
+            axes.plot(place, row, **COMMITTED)
+        length += len(forward["committed"])
+    image = axes.imshow(values, cmap="Blues_r", vmin=0, vmax=PALE, aspect="auto")
+    _outline(axes, outlines)
+    counts = sequence["forwards"][-1]
+    axes.set(
+        title=f"{sequence['mode']}: {counted(length, 'token')} in "
+        f"{counted(counts['num_forwards'], 'forward')}",
+        ylabel="forward",
+    )
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    return image
+
+
+def _outline(axes: Any, outlines: list[tuple[int, int, str]]) -> None:
+    from matplotlib.patches import Rectangle
+
+    for place, row, colour in outlines:
+        corner = (place - 0.42, row - 0.42)
+        axes.add_patch(Rectangle(corner, 0.84, 0.84, fill=False, edgecolor=colour, linewidth=1.2))
+
+
+def _legend() -> Iterator[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    yield Line2D([], [], label="committed", **COMMITTED)
+    for colour, name in (
+        (FILLED, "filled in order"),
+        (EARLY, "filled out of order"),
+        (REJECTED, "rejected"),
+    ):
+        yield Patch(fill=False, edgecolor=colour, label=name)

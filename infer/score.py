@@ -1,13 +1,16 @@
-"""What a decoder did with the prompts of a regime, and scores as a table."""
+"""What a decoder did with the prompts of a regime, and scores as a table and as a figure."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
+
+from infer.plots import new_figure, save_figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,3 +121,44 @@ def score_table(scores: Sequence[Score]) -> Table:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share in (0, 1) else f"{share:.1%}"
+
+
+def draw_scores(scores: Sequence[Score], path: Path) -> None:
+    """Draws what is right, or is exactly AR's where nothing is to be right or wrong, against tokens
+    per forward and against the speed: a column for each regime."""
+    regimes = list(dict.fromkeys(score.regime for score in scores))
+    figure = new_figure(4 * len(regimes), 7)
+    panels = figure.subplots(2, len(regimes), squeeze=False)
+    for column, regime in enumerate(regimes):
+        some = [score for score in scores if score.regime == regime]
+        checked = some[0].accuracy is not None
+        for row, name in enumerate(("tokens a forward", "speed-up against AR, wall-clock")):
+            axes = panels[row][column]
+            for kind in dict.fromkeys(_kind(score) for score in some):
+                members = [score for score in some if _kind(score) == kind]
+                points = [
+                    (
+                        s.tokens_per_second / some[0].tokens_per_second
+                        if row
+                        else s.tokens_per_forward,
+                        100 * (s.accuracy if s.accuracy is not None else s.as_first),
+                    )
+                    for s in members
+                ]
+                marker = "*" if kind == "verified" else "s" if kind == "AR" else "o"
+                size = 14 if kind == "verified" else 7
+                axes.plot(*zip(*points, strict=True), marker=marker, markersize=size, label=kind)
+                for point, score in zip(points, members, strict=True):
+                    if "τ" in score.decoder:
+                        tau = score.decoder.partition("τ=")[2]
+                        axes.annotate(tau, point, (4, 5), textcoords="offset points", fontsize=8)
+            axes.set(xlabel=name, ylabel="right, %" if checked else "texts exactly AR's, %")
+            axes.set_xlim(0, None)
+            axes.grid(alpha=0.3)
+        panels[0][column].set_title(regime.replace("_", " "))
+    panels[0][0].legend()
+    save_figure(figure, path)
+
+
+def _kind(score: Score) -> str:
+    return score.decoder.partition(" τ")[0]

@@ -17,7 +17,7 @@ SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
     "chat": ("infer.chat.command", "talk with a model in the terminal"),
-    "plot": ("infer.trace_plot", "draw a trace of `wedlm generate --trace`"),
+    "plot": ("infer.plots", "draw a trace of `wedlm generate --trace`"),
     "serve": ("infer.serve.command", "answer programs that speak the OpenAI API"),
     "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
     "bench": (

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import infer.evaluate
-from infer.evaluate import decoders_at, evaluate
+from infer.evaluate import decoders_at, evaluate_all
 from infer.score import Score
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.checkpoint.convert import main as convert
@@ -24,7 +24,7 @@ def questions_file(tmp_path_factory):
 
 
 @pytest.mark.full
-def test_scores_are_sums_over_completions(checkpoint):
+def test_scores_are_sums_over_completions(checkpoint, monkeypatch):
     decoders = decoders_at(str(checkpoint), [0.4], window_size=2, batch_size=2)
     assert [d.name for d in decoders] == ["AR", "block-wise τ=0.4", "paper τ=0.4", "verified"]
     chat = [{"role": "user", "content": PROMPTS[0]}]
@@ -37,10 +37,18 @@ def test_scores_are_sums_over_completions(checkpoint):
         dataclasses.replace(question, answer=answer.text),
         dataclasses.replace(question, answer=answer.text + "!"),
     ]
-    told = []
-    answers = {}
-    scores = evaluate(
-        decoders, questions, passes=2, on_pass=told.append, on_answers=answers.__setitem__
+    turns, answers, complete = [], {}, infer.evaluate._complete
+
+    def noting(decoder, questions):
+        turns.append(decoder.name)
+        return complete(decoder, questions)
+
+    monkeypatch.setattr(infer.evaluate, "_complete", noting)
+    scores = evaluate_all(
+        decoders,
+        [questions],
+        passes=2,
+        on_answers=lambda _, name, found: answers.__setitem__(name, found),
     )
     wedlm = scores[2]
     assert wedlm.accuracy == 0.5
@@ -61,7 +69,7 @@ def test_scores_are_sums_over_completions(checkpoint):
     assert scores[3].tokens == scores[0].tokens
     assert all(score.seconds > 0 for score in scores)
     # Once untimed, then by turns.
-    assert told == [d.name for d in decoders] * 3
+    assert turns == [d.name for d in decoders] * 3
 
 
 def test_the_command_writes_what_it_prints(checkpoint, questions_file, tmp_path, capsys):
@@ -136,7 +144,9 @@ def test_answers_are_as_long_as_the_context_allows(checkpoint):
     )
     questions = [Question(text, "x", "exact") for text in ("the cat", "the cat sat on the mat")]
     answers = []
-    evaluate([decoder], questions, passes=1, on_answers=lambda _, found: answers.extend(found))
+    evaluate_all(
+        [decoder], [questions], passes=1, on_answers=lambda _, __, found: answers.extend(found)
+    )
     for question, answer in zip(questions, answers, strict=True):
         assert len(answer.token_ids) == 24 - len(decoder.llm.as_ids(question.prompt))
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from infer.plots import EARLY, FILLED, REJECTED
 from infer.trace import SequenceTrace, read_trace, write_trace
-from infer.trace_plot import EARLY, FILLED, REJECTED
 from wedlm_jax.__main__ import main
 from wedlm_jax.engine.interface import Request, Traced, WindowForward
 from wedlm_jax.errors import InputError
