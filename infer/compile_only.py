@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from wedlm_jax.aot.topology import (
     Chip,
+    CompiledProgram,
     Roofline,
     Topology,
     compile_for,
@@ -97,30 +98,21 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledDecoder:
-    """The compiler's report on an engine.
+    """What was compiled, for what, and the compiler's report.
 
     Attributes:
-      topology, devices, mesh, sizes: what it was compiled for.
-      settings: settings of the engine.
       weight_bytes, page_bytes: on one device.
-      peak_bytes, temporary_bytes: HBM that one device needs, by the compiler.
-      hbm_limit: what the chip has.
       forward: forward of the largest number of sequences, all in their windows.
-      compile_seconds: on this machine.
     """
 
-    topology: str
-    devices: int
-    mesh: dict[str, int]
+    topology: Topology
+    mesh: Mesh
     sizes: DecodeSizes
     settings: EngineSettings
+    program: CompiledProgram
     weight_bytes: int
     page_bytes: int
-    peak_bytes: int
-    temporary_bytes: int
-    hbm_limit: int
     forward: Forward
-    compile_seconds: float
 
 
 def read_model(source: str) -> ModelConfig:
@@ -232,28 +224,18 @@ def compile_decoder(
         lambda: lower_burst(graph, parameters, model, settings, traits, mesh, choose_layouts=True),
         "decoder",
     )
+    forward = forward_of(
+        model,
+        sizes,
+        each,
+        mesh.shape["tensor"],
+        weights,
+        page_bytes // page,
+        topology.chip,
+        adapters,
+    )
     return CompiledDecoder(
-        topology=topology.name,
-        devices=len(topology.devices),
-        mesh=dict(mesh.shape),
-        sizes=sizes,
-        settings=settings,
-        weight_bytes=weights,
-        page_bytes=memory.pages,
-        peak_bytes=compiled.peak_bytes,
-        temporary_bytes=compiled.temporary_bytes,
-        hbm_limit=topology.chip.hbm_bytes,
-        forward=forward_of(
-            model,
-            sizes,
-            each,
-            mesh.shape["tensor"],
-            weights,
-            page_bytes // page,
-            topology.chip,
-            adapters,
-        ),
-        compile_seconds=compiled.seconds,
+        topology, mesh, sizes, settings, compiled, weights, memory.pages, forward
     )
 
 
@@ -300,20 +282,20 @@ def forward_of(
 
 def describe(decoder: CompiledDecoder) -> str:
     """Writes the report as lines of text."""
-    sizes, limit, forward = decoder.sizes, decoder.hbm_limit, decoder.forward
-    settings, bound = decoder.settings, decoder.forward.bound
-    axes = " x ".join(f"{axis} {size}" for axis, size in decoder.mesh.items() if size > 1)
+    topology, sizes, program = decoder.topology, decoder.sizes, decoder.program
+    settings, forward, bound = decoder.settings, decoder.forward, decoder.forward.bound
+    peak, limit = program.peak_bytes, topology.chip.hbm_bytes
+    axes = " x ".join(f"{axis} {size}" for axis, size in decoder.mesh.shape.items() if size > 1)
     drafts = f"W = {sizes.window}" if sizes.window else f"{sizes.lookup} drafts from the text"
     lines = [
-        f"{decoder.topology}: {decoder.devices:,} chips as {axes or 'one'}; compiled in "
-        f"{decoder.compile_seconds:.0f} s",
+        f"{topology.name}: {len(topology.devices):,} chips as {axes or 'one'}; compiled in "
+        f"{program.seconds:.0f} s",
         f"engine               {sizes.sequences:,} sequences of {sizes.model_len:,} tokens at "
         f"most; {drafts}; pages of {settings.page_size}; {settings.attention} attention",
         f"weights per chip     {decoder.weight_bytes / GIB:.2f} GiB (bfloat16)",
         f"pages per chip       {decoder.page_bytes / GIB:.2f} GiB",
-        f"peak HBM per chip    {decoder.peak_bytes / GIB:.2f} of {limit / GIB:.0f} GiB, "
-        f"{1 - decoder.peak_bytes / limit:.0%} to spare; {decoder.temporary_bytes / GIB:.2f} GiB "
-        "of it temporary",
+        f"peak HBM per chip    {peak / GIB:.2f} of {limit / GIB:.0f} GiB, "
+        f"{1 - peak / limit:.0%} to spare; {program.temporary_bytes / GIB:.2f} GiB of it temporary",
         f"one forward          {forward.tokens:,} tokens of a replica after full texts; on each "
         "chip:",
         f"  products           {forward.flops:.3g} FLOP",

@@ -26,6 +26,8 @@ ENGINE_FLAGS = tuple(
     if name not in ("refill", "lookup", "page_size", "num_pages", "chunk_tokens")
 )
 """Fields of `EngineConfig` that have a flag."""
+HELD = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic")
+"""Of these, the ones that say how a model is held: all engines of a benchmark share them."""
 FLAG_NAMES = {"max_batch_size": "batch_size"}
 """Fields whose flag has another name."""
 LLM_OPTIONS = ("model", *(FLAG_NAMES.get(name, name) for name in ENGINE_OPTIONS))
@@ -37,17 +39,19 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_sampling_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
-    """Adds a flag for each field. Defaults are those of `SamplingParams`: a flag that is not given
-    is absent from what is parsed.
+def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
+    """Adds ``--window-size`` and a flag for each field of `SamplingParams`. A flag that is not
+    given is absent from what is parsed.
 
     Args:
-      instead: help of fields that a command takes otherwise, by name.
+      instead: help of sampling fields that the command takes otherwise, by name.
     """
+    _add_engine_flag(group, "window_size", None)
     # What changes most comes first.
     for name in ["mode", *(name for name in OPTIONS if name not in ("mode", *NOT_FLAGS))]:
         option, default = OPTIONS[name], DEFAULTS[name]
-        help_text = (instead or {}).get(name, f"{_meaning(option, default)} [{_default(default)}]")
+        none = f"; none: {option.none}" if option.none and not isinstance(default, tuple) else ""
+        help_text = (instead or {}).get(name, f"{option.help}{none} [{_default(default)}]")
         if name == "json_schema":
             read, metavar = _schema_in, "FILE|JSON"
             group.add_argument(flag(name), type=read, metavar=metavar, help=help_text)
@@ -73,16 +77,6 @@ def add_engine_options(
             )
         elif name != "window_size":
             _add_engine_flag(group, name, batch_size if name == "max_batch_size" else None)
-
-
-def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
-    """Adds ``--window-size`` and the flags of `SamplingParams`.
-
-    Args:
-      instead: help of sampling fields that the command takes otherwise, by name.
-    """
-    _add_engine_flag(group, "window_size", None)
-    add_sampling_options(group, instead)
 
 
 def _add_engine_flag(group: Any, name: str, default: str | None) -> None:
@@ -139,11 +133,7 @@ def add_flag(group: Any, name: str, option: Option, default: Any, help_text: str
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """Returns the sampling parameters among the parsed ``options``; what these leave out is as the
-    model's `generation_config.json` advises, where ``generation_config`` says so.
-
-    Raises:
-      InputError: naming the flag, not the field.
-    """
+    model's `generation_config.json` advises, where ``generation_config`` says so."""
     base = advised_params(options)
     try:
         given = {name: options[name] for name in OPTIONS if name in options}
@@ -173,11 +163,6 @@ def as_flag(message: str) -> str:
 def field_list(indent: str, width: int) -> str:
     """Returns the names of all fields, as lines of a help text."""
     return textwrap.fill(", ".join(OPTIONS), width, initial_indent=indent, subsequent_indent=indent)
-
-
-def _meaning(option: Option, default: Any) -> str:
-    none = f"; none: {option.none}" if option.none and not isinstance(default, tuple) else ""
-    return option.help + none
 
 
 def _default(value: Any) -> str:

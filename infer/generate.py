@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
+import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from infer.flags import (
     add_decoding_options,
@@ -16,12 +19,17 @@ from infer.flags import (
     field_list,
     sampling_params,
 )
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
+from wedlm_jax.host.atomic import check_writable
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.notices import notice
 
 if TYPE_CHECKING:
+    from infer.trace import SequenceTrace
+    from wedlm_jax.completion import Completion
     from wedlm_jax.llm import LLM
+    from wedlm_jax.params import SamplingParams
+    from wedlm_jax.text import Prompt
 
 DESCRIPTION = """\
 Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
@@ -222,8 +230,6 @@ def main(arguments: list[str]) -> int:
         return compile_only(options)
     _check_combination(options)
     if "prompt" in options:
-        from infer.prompt import check_trace, complete_prompt, read_prompt
-
         trace = options.get("trace")
         check_trace(trace, options.get("n", 1))
         text = read_prompt(options["prompt"], sys.stdin)
@@ -238,17 +244,13 @@ def _run_job(options: dict[str, Any]) -> int:
     from infer.job.job import Job, JobOptions
     from wedlm_jax.host.processes import find_host
 
-    names = ["chat", "prompt_token_ids", "shard_size", "fail_fast"]
-    names += ["max_errors", "overwrite", "grace"]
-    job = Job(
-        JobOptions(
-            inputs=tuple(options["input"]),
-            output=options["output"],
-            params=sampling_params(options),
-            host=find_host(options.get("num_hosts"), options.get("host_id")),
-            **{name: options[name] for name in names if name in options},
-        )
-    )
+    names = [field.name for field in dataclasses.fields(JobOptions)]
+    given = {name: options[name] for name in names if name in options} | {
+        "inputs": tuple(options["input"]),
+        "params": sampling_params(options),
+        "host": find_host(options.get("num_hosts"), options.get("host_id")),
+    }
+    job = Job(JobOptions(**given))
     if "ray" not in options:
         return job.run(partial(load, options))
     from infer.job.ray_job import RayCluster, run_with_ray
@@ -309,3 +311,102 @@ def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:
             "--generation-config auto is given",
             *(found.path, advised),
         )
+
+
+# --- one prompt -----------------------------------------------------------------------------
+
+
+def read_prompt(argument: str, stdin: TextIO) -> str:
+    """Returns the prompt given as ``--prompt``: itself, or for "-" what ``stdin`` holds.
+
+    A shell ends what it pipes with a line end that nobody meant, so one is dropped.
+    """
+    if argument != "-":
+        return argument
+    try:
+        text = stdin.read()
+    except UnicodeDecodeError:
+        raise InputError("--prompt -: expected UTF-8 text on standard input") from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def check_trace(path: str | None, samples: int) -> None:
+    """Refuses, with an `InputError`, a trace that cannot be written, before anything is loaded."""
+    if path is None:
+        return
+    if samples > 1:
+        raise InputError("--trace: expected --n 1, as a trace is of one sequence")
+    check_writable(Path(path), "--trace")
+
+
+def complete_prompt(
+    llm: LLM, text: str, params: SamplingParams, *, chat: bool, trace: str | None = None
+) -> int:
+    """Prints the completion on standard output as it is committed, or all samples of it when they
+    are done; then log-probabilities where they are asked for, and what it took, on standard error.
+
+    Args:
+      trace: a file to write the trace to.
+    """
+    prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
+    compiled, started = llm.engine.compile_seconds, time.monotonic()
+    if params.n > 1:
+        (completion,) = llm.generate([prompt], params)
+        for number, sample in enumerate(completion.samples, 1):
+            print(f"--- sample {number} of {params.n} ---\n{sample.text}", flush=True)
+    elif trace is None:
+        completion = _stream(llm, prompt, params, None)
+    else:
+        from infer.trace import SequenceTrace, write_trace
+
+        length, known = len(llm.as_ids(prompt)), {"model": Path(llm.name).name, "prompt": text}
+        traced = SequenceTrace(llm.codec, params, length, llm.engine.window_size, **known)
+        completion = _stream(llm, prompt, params, traced)
+        write_trace(Path(trace), [traced.whole(completion.finish_reason)])
+    compiling = llm.engine.compile_seconds - compiled
+    seconds = time.monotonic() - started - compiling
+    samples = completion.samples
+    for number, sample in enumerate(samples, 1):
+        if sample.logprobs is not None:
+            if len(samples) > 1:
+                print(f"--- sample {number} of {len(samples)} ---", file=sys.stderr)
+            _print_logprobs(llm, sample)
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    forwards = sum(sample.num_forwards for sample in samples)
+    reasons = " and ".join(sorted({str(sample.finish_reason) for sample in samples}))
+    print(
+        f"{counted(tokens, 'token')} in {counted(forwards, 'forward')} "
+        f"({tokens / max(forwards, 1):.2f} tokens per forward), {seconds:.2f} s after "
+        f"{compiling:.1f} s of compiling; finished by {reasons}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, trace: SequenceTrace | None
+) -> Completion:
+    completion = None
+    for chunk in llm.stream(prompt, params, on_forward=None if trace is None else trace.take):
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+        completion = chunk.completion
+    print(flush=True)
+    assert completion is not None, "a completion has at least one token"
+    return completion
+
+
+def _print_logprobs(llm: LLM, completion: Completion) -> None:
+    """Prints a line for each token: its log-probability in nats, itself, and the most probable in
+    its place."""
+
+    def shown(token_id: int) -> str:
+        if llm.codec is None:
+            return str(token_id)
+        # A special token, such as that which ends a text, is no part of the text.
+        text = llm.codec.decode([token_id]) or llm.tokenizer.convert_ids_to_tokens(token_id)
+        return repr(text)
+
+    for token_id, said in zip(completion.token_ids, completion.logprobs or [], strict=True):
+        top = "  ".join(f"{shown(other)} {value:.2f}" for other, value in said.top)
+        print(f"{said.logprob:8.3f}  {shown(token_id):<16} {top}".rstrip(), file=sys.stderr)

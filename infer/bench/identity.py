@@ -55,9 +55,6 @@ def compare_identity(
     Args:
       options: parsed options; ``draft`` "masks" stands for the windows, the others for drafts from
         the text, and None for what the model knows; ``prompts`` counts those of all regimes.
-
-    Raises:
-      InputError: the model has no such drafts.
     """
     ways = _ways(options["window_size"], options["draft"], masks=subject.config.knows_masks)
     if not ways:

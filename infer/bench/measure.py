@@ -56,9 +56,6 @@ class Report:
 
     Args:
       output: a JSON file, whole after every addition; None for no file.
-
-    Raises:
-      InputError: there is no folder for it.
     """
 
     def __init__(self, output: str | None):

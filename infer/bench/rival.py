@@ -26,11 +26,7 @@ PLACES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetens
 
 
 def check_rival() -> None:
-    """Refuses a comparison that cannot be made, before anything is measured.
-
-    Raises:
-      InputError: PyTorch is not installed.
-    """
+    """Refuses a comparison that cannot be made, before anything is measured."""
     require_extra("--rival transformers", "rival", "torch")
 
 
@@ -141,11 +137,7 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def config_for_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Returns the ``config.json`` under which transformers knows a model: it has no type "wedlm".
-
-    Raises:
-      InputError: it knows none of this shape.
-    """
+    """Returns the ``config.json`` of a model for transformers, which has no type "wedlm"."""
     try:
         return with_model_type(config_to_hf(config, dtype=dtype), STOCK, config)
     except InputError as error:

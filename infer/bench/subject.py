@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from infer.evaluate import EMBEDDED_QUESTIONS
+from infer.flags import HELD
 from infer.harness.human_eval import HUMAN_EVAL, code_questions
 from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.model import load_checkpoint
@@ -25,9 +26,6 @@ from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import Question, read_questions
 from wedlm_jax.text import TextCodec
-
-ENGINE_OPTIONS = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic")
-"""Fields of `EngineConfig` that all engines of a subject share."""
 
 Work: TypeAlias = list[tuple[list[int], SamplingParams]]
 """Prompts, and how each is decoded."""
@@ -44,7 +42,7 @@ class Subject:
       folder: its checkpoint; None for random weights.
       codec: its tokenizer, if it has one.
       dtype: dtype of weights and cache.
-      options: options of every engine: those of `ENGINE_OPTIONS` that were given.
+      options: options of every engine: those of `HELD` that were given.
     """
 
     model: Transformer
@@ -66,11 +64,7 @@ class Subject:
         return Engine(self.model, config, known_tokens=known)
 
     def ask(self, question: Question, *shots: Question) -> list[int]:
-        """Returns the token ids of a question, after others with their answers.
-
-        Raises:
-          InputError: there is no tokenizer or no chat template.
-        """
+        """Returns the token ids of a question, after others with their answers."""
         if self.codec is None:
             raise InputError(f"{self.folder or 'random weights'}: no tokenizer for the questions")
         with question.named():
@@ -85,12 +79,8 @@ def _turns(question: Question) -> Sequence[Any]:
 
 
 def held_as(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the dtype of weights, and the options of engines, among parsed options.
-
-    Raises:
-      InputError: what quantization needs is not installed.
-    """
-    own = {name: options[name] for name in ENGINE_OPTIONS if name in options}
+    """Returns the dtype of weights, and the options of engines, among parsed options."""
+    own = {name: options[name] for name in HELD if name in options}
     check_quantization(own.get("quantization"))
     return own.get("dtype") or ("float32" if runs_apart() else "bfloat16"), own
 
@@ -111,11 +101,7 @@ def load_subject(options: Mapping[str, Any]) -> Subject:
 
 
 def regimes_of(options: Mapping[str, Any]) -> Regimes:
-    """Reads the questions that parsed options name.
-
-    Raises:
-      InputError: there is no such file, or no such regime in it.
-    """
+    """Reads the questions that parsed options name."""
     found: dict[str, Sequence[Question]] = {}
     for source in options.get("questions", [EMBEDDED_QUESTIONS]):
         if source == HUMAN_EVAL:

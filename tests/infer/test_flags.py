@@ -7,7 +7,7 @@ import pytest
 
 from infer.flags import (
     NOT_FLAGS,
-    add_sampling_options,
+    add_decoding_options,
     as_flag,
     field_list,
     flag,
@@ -19,7 +19,7 @@ from wedlm_jax.params import OPTIONS, SamplingParams
 
 def parsed(*arguments):
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    add_sampling_options(parser)
+    add_decoding_options(parser)
     return vars(parser.parse_args(arguments))
 
 
@@ -95,7 +95,7 @@ def test_without_flags_the_defaults_are_those_of_the_class():
 @pytest.mark.parametrize("name", sorted({*OPTIONS} - {*NOT_FLAGS}))
 def test_help_says_what_the_field_says(name):
     parser = argparse.ArgumentParser(prog="x", usage="x")
-    add_sampling_options(parser)
+    add_decoding_options(parser)
     shown = " ".join(parser.format_help().split())
     assert " ".join(OPTIONS[name].help.split()) in shown
     assert name in field_list("", 90)

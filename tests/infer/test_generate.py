@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from infer import generate
-from infer.prompt import _print_logprobs
+from infer.generate import _print_logprobs
 from tests.examples.decode import EVERYTHING
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.forward_sizes import two_sizes

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from infer.chat.orders import ORDERS
+from infer.chat.lines import ORDERS
 from infer.generate import parser
 from train.recipe.config import describe
 from wedlm_jax.__main__ import SUBCOMMANDS

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from infer.chat.conversation import Conversation
-from infer.chat.orders import ORDERS, follow, is_order
+from infer.chat.lines import ORDERS, follow, is_order
 from tests.examples.tiny_checkpoint import CONTEXT, write_tiny_checkpoint
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.errors import InputError
@@ -38,12 +38,6 @@ def asked(*contents):
     return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
 
 
-def test_the_first_answer_is_that_of_a_chat(llm, conversation):
-    expected = llm.chat(asked("the cat"), PARAMS)[0]
-    answer = ask(conversation, "the cat")
-    assert (answer.text, answer.token_ids) == (expected.text, expected.token_ids)
-
-
 def test_a_turn_computes_its_new_tokens_alone(llm, conversation):
     llm.engine.scheduler.forget_prefixes()
     before = list[int]()
@@ -53,7 +47,7 @@ def test_a_turn_computes_its_new_tokens_alone(llm, conversation):
         page = llm.engine.settings.page_size
         assert answer.num_cached_tokens >= (len(before) - 1) // page * page
         assert conversation._past is not None
-        before = conversation._past.token_ids
+        _, before = conversation._past
     assert answer.num_cached_tokens > 0
 
 
@@ -75,13 +69,6 @@ def test_a_system_message_stands_in_front_and_may_change(llm, conversation):
     with_system = Conversation(llm, PARAMS, limited=True, system="one two")
     with_system._messages = conversation._messages[:2]
     assert ask(with_system, "and?").token_ids == answer.token_ids
-
-
-def test_reset_begins_anew(llm, conversation):
-    first = ask(conversation, "the cat")
-    ask(conversation, "and?")
-    conversation.reset()
-    assert ask(conversation, "the cat").token_ids == first.token_ids
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_came(llm, conversation, monkeypatch):

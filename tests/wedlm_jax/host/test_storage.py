@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.evaluation_options import check
-from infer.prompt import check_trace
+from infer.evaluate import check
+from infer.generate import check_trace
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
 from wedlm_jax.checkpoint.hf import HFCheckpoint
