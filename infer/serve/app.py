@@ -23,7 +23,7 @@ from infer.serve.answer import Answer, EventStream, client_gone
 from infer.serve.calls import Calls, Capacity
 from infer.serve.errors import ApiError
 from infer.serve.fields import ChatRequest, CompletionRequest, error_of_fields
-from infer.serve.http_server import BodyLimits, KeyCheck, Outcomes
+from infer.serve.http_server import Outcomes, body_limits, key_check
 from infer.serve.metrics import Metrics
 from infer.serve.served_engine import ServedEngine
 from infer.serve.shapes import RESPONSES, ChatShape, LogprobShapes, TextShape
@@ -178,9 +178,9 @@ def make_app(service: Service) -> FastAPI:
         docs_url=None,  # FastAPI's pages of documentation load scripts from elsewhere
         redoc_url=None,
     )
-    app.add_middleware(BodyLimits, most=options.max_body, seconds=options.body_seconds)
+    app.add_middleware(body_limits, most=options.max_body, seconds=options.body_seconds)
     if options.api_key is not None:
-        app.add_middleware(KeyCheck, key=options.api_key)
+        app.add_middleware(key_check, key=options.api_key)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -8,11 +8,21 @@ them. The API's description has them from the same place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr
-from pydantic import create_model as make_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    create_model,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from infer.serve.errors import ApiError, bad_field, bad_request
 from wedlm_jax.errors import InputError, did_you_mean
@@ -83,6 +93,13 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
+    @model_validator(mode="after")
+    def _schema_where_it_says_so(self) -> Self:
+        if self.type != "text" and (self.json_schema is None) == (self.type == "json_schema"):
+            message = 'expected json_schema with "type": "json_schema" alone'
+            raise PydanticCustomError("response_format", message)  # type: ignore[arg-type]
+        return self
+
 
 class StructuredOutputs(Body):
     """vLLM's name for what an answer's text is."""
@@ -148,7 +165,7 @@ def _shared_fields() -> dict[str, Any]:
 
 PROMPTS = "a text, a list of token ids, a list of texts, or a list of lists of token ids"
 
-CompletionRequest = make_model(
+CompletionRequest = create_model(
     "CompletionRequest",
     __base__=Body,
     __doc__="A text, or several, to complete.",
@@ -159,7 +176,7 @@ CompletionRequest = make_model(
     **_sampling_fields(),
     **_shared_fields(),
 )
-ChatRequest = make_model(
+ChatRequest = create_model(
     "ChatRequest",
     __base__=Body,
     __doc__="A conversation whose next message is wanted.",
@@ -189,10 +206,17 @@ def sampling_given(body: BaseModel) -> dict[str, Any]:
     fields of which it is a value."""
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     given = {name: getattr(body, name) for name in body.model_fields_set if name in OPTIONS}
-    _take_in_formats(body, given)
+    for name, field, value in _by_other_names(body):
+        if given.get(field) is not None:
+            raise bad_field(name, f"it says the same as {field}, which is given too")
+        given[field] = value
     if isinstance(body, ChatRequest):
         given.pop("logprobs", None)
-        _take_in_chat_names(body, given)
+        chat: Any = body
+        if chat.logprobs:
+            given["logprobs"] = chat.top_logprobs or 0
+        elif chat.top_logprobs:
+            raise bad_field("top_logprobs", "expected logprobs to be true")
     return {
         name: value
         for name, value in given.items()
@@ -200,50 +224,24 @@ def sampling_given(body: BaseModel) -> dict[str, Any]:
     }
 
 
-def _take_in_formats(body: Any, given: dict[str, Any]) -> None:
-    """Adds ``json_schema`` and ``regex`` where a body gives them by another API's names."""
-    wanted: list[tuple[str, str, Any]] = []
+def _by_other_names(body: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yields what a body gives by another API's name: that name, the field, and the value."""
+    any_object = {"type": "object"}
     if (form := body.response_format) is not None and form.type != "text":
-        if (form.json_schema is None) == (form.type == "json_schema"):
-            message = 'expected json_schema with "type": "json_schema" alone'
-            raise bad_field("response_format", message)
-        schema = {"type": "object"} if form.json_schema is None else form.json_schema.schema_
-        wanted.append(("response_format", "json_schema", schema))
+        schema = any_object if form.json_schema is None else form.json_schema.schema_
+        yield "response_format", "json_schema", schema
     if (outputs := body.structured_outputs) is not None:
-        schema = {"type": "object"} if outputs.json_object else outputs.json_
-        wanted.append(("structured_outputs", "json_schema", schema))
-        wanted.append(("structured_outputs", "regex", outputs.regex))
-    for name, field, value in wanted:
-        if value is None:
-            continue
-        if given.get(field) is not None:
-            raise bad_field(name, f"it says the same as {field}, which is given too")
-        given[field] = value
+        if (schema := any_object if outputs.json_object else outputs.json_) is not None:
+            yield "structured_outputs", "json_schema", schema
+        if outputs.regex is not None:
+            yield "structured_outputs", "regex", outputs.regex
+    if (most := getattr(body, "max_completion_tokens", None)) is not None:
+        yield "max_completion_tokens", "max_tokens", most
 
 
 def name_given(body: Any, field: str | None) -> str | None:
     """Returns the name by which a body gives a field of `SamplingParams`."""
-    form, outputs = body.response_format, body.structured_outputs
-    if field == "max_tokens" and getattr(body, "max_completion_tokens", None) is not None:
-        return "max_completion_tokens"
-    is_named = field in ("json_schema", "regex") and getattr(body, field) is not None
-    if field == "json_schema" and not is_named and form is not None and form.type != "text":
-        return "response_format"
-    if field in ("json_schema", "regex") and not is_named and outputs is not None:
-        return "structured_outputs"
-    return field
-
-
-def _take_in_chat_names(body: Any, given: dict[str, Any]) -> None:
-    if body.max_completion_tokens is not None:
-        if given.get("max_tokens") is not None:
-            message = "it is another name of max_tokens, which is given too"
-            raise bad_field("max_completion_tokens", message)
-        given["max_tokens"] = body.max_completion_tokens
-    if body.logprobs:
-        given["logprobs"] = body.top_logprobs or 0
-    elif body.top_logprobs:
-        raise bad_field("top_logprobs", "expected logprobs to be true")
+    return next((name for name, of, _ in _by_other_names(body) if of == field), field)
 
 
 def check_refused(body: BaseModel) -> None:

@@ -210,18 +210,18 @@ class Outcomes:
                 REQUESTS.info(", ".join([line, *map(str, state.get("decoded", ()))]))
 
 
-class KeyCheck:
-    """Refuses requests without the API key."""
+def key_check(app: ASGIApp, key: str) -> ASGIApp:
+    """Returns an application that refuses requests without the API key."""
 
-    def __init__(self, app: ASGIApp, key: str):
-        self._app, self._digest = app, _digest(key.encode())
+    def digest(key: bytes) -> bytes:
+        # Digests have one length: the time of the comparison reveals nothing about the key.
+        return hashlib.sha256(key).digest()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            # Digests have one length: the time of the comparison reveals nothing about the key.
-            right = secrets.compare_digest(_digest(key.strip()), self._digest)
+            authorization = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, given = authorization.partition(b" ")
+            right = secrets.compare_digest(digest(given.strip()), digest(key.encode()))
             if scheme.lower() != b"bearer" or not right:
                 error = ApiError(
                     401,
@@ -231,37 +231,31 @@ class KeyCheck:
                 )
                 await error.response(scope, receive, send)
                 return
-        await self._app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return checked
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def body_limits(app: ASGIApp, most: int, seconds: float) -> ASGIApp:
+    """Returns an application that takes bodies of ``most`` bytes, which have to arrive within
+    ``seconds``."""
 
+    # The rest of a body that is too large, or too slow, is not read. While FastAPI reads a body, an
+    # `HTTPException` is the only one that it passes on.
+    def refusal(status: int, message: str) -> HTTPException:
+        return HTTPException(status, message, {"Connection": "close"})
 
-class BodyLimits:
-    """Bounds the size of a body and the time that it may take to arrive.
-
-    Args:
-      most: the most bytes of a body.
-      seconds: the longest time until all of it has arrived.
-    """
-
-    def __init__(self, app: ASGIApp, most: int, seconds: float):
-        self._app, self._most, self._seconds = app, most, seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def limited(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        # The rest of a body that is too large is not read.
-        too_large = ApiError(
-            413, f"the body is larger than {self._most:,} bytes", headers={"Connection": "close"}
-        )
+        too_large = refusal(413, f"the body is larger than {most:,} bytes")
         announced = dict(scope["headers"]).get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._most:
-            await too_large.response(scope, receive, send)
+        if announced.isdigit() and int(announced) > most:
+            answer = ApiError(413, too_large.detail, headers=too_large.headers)
+            await answer.response(scope, receive, send)
             return
-        deadline = asyncio.get_running_loop().time() + self._seconds
+        deadline = asyncio.get_running_loop().time() + seconds
         size, whole = 0, False
 
         async def bounded() -> Message:
@@ -272,17 +266,13 @@ class BodyLimits:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise _as_http(ApiError(408, "the body did not come in time")) from None
+                raise refusal(408, "the body did not come in time") from None
             size += len(message.get("body", b""))
             whole = not message.get("more_body", False)
-            if size > self._most:
-                raise _as_http(too_large)
+            if size > most:
+                raise too_large
             return message
 
-        await self._app(scope, bounded, send)
+        await app(scope, bounded, send)
 
-
-def _as_http(error: ApiError) -> HTTPException:
-    """Returns the error as an `HTTPException`, the only kind that FastAPI passes on while it reads
-    a body."""
-    return HTTPException(error.status, error.message, error.headers | {"Connection": "close"})
+    return limited
