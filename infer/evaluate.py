@@ -195,17 +195,12 @@ def _score(
         for token, place in zip(c.token_ids, places, strict=True)
     )
     return Score(
-        decoder.name,
-        questions[0].regime,
-        counted.questions,
-        counted.accuracy,
-        alike / counted.questions,
-        best / counted.tokens,
-        counted.tokens,
-        counted.forwards,
-        counted.instances,
-        seconds,
-        counted.cut,
+        decoder=decoder.name,
+        regime=questions[0].regime,
+        as_first=alike / counted.questions,
+        ar_agrees=best / counted.tokens,
+        seconds=seconds,
+        **dataclasses.asdict(counted),
     )
 
 

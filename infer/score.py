@@ -11,37 +11,27 @@ from rich import box
 from rich.table import Table
 
 from infer.plots import new_figure, save_figure
+from wedlm_jax.records.questions import Tally
 
 
-@dataclasses.dataclass(frozen=True)
-class Score:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score(Tally):
     """Results of one decoder on the prompts of one regime.
 
     Attributes:
       decoder, regime: names.
-      questions: how many.
-      accuracy: share answered right; None where there is no right answer.
       as_first: share whose tokens are exactly those of the first decoder.
       ar_agrees: share of the tokens that the autoregressive head finds most probable given all
         before them.
-      tokens, forwards, instances: totals over completions: tokens committed, decode
-        forwards, active window slots.
       seconds: median wall-clock of the timed passes over all prompts, prefill included,
         compilation not.
-      cut: answers that had no end within the tokens they were allowed.
     """
 
     decoder: str
     regime: str
-    questions: int
-    accuracy: float | None
     as_first: float
     ar_agrees: float
-    tokens: int
-    forwards: int
-    instances: int
     seconds: float
-    cut: int = 0
 
     @property
     def tokens_per_forward(self) -> float:
@@ -58,7 +48,7 @@ class Score:
 
     def as_row(self) -> dict[str, object]:
         """Returns the fields and the ratios made of them, for a JSON file."""
-        ratios = ("tokens_per_forward", "p_cache", "tokens_per_second")
+        ratios = ("accuracy", "tokens_per_forward", "p_cache", "tokens_per_second")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 
 

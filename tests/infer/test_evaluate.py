@@ -157,7 +157,7 @@ def test_answers_are_as_long_as_the_context_allows(checkpoint):
 )
 def test_a_default_that_is_slower_than_ar_is_told(seconds, told, capsys):
     scores = [
-        Score(name, "low_entropy", 1, 1.0, 1.0, 1.0, 8, 8, 8, spent)
+        Score(decoder=name, regime="low_entropy", as_first=1, ar_agrees=1, seconds=spent)
         for name, spent in zip(("AR", "verified"), seconds, strict=True)
     ]
     infer.evaluate._tell_slower(scores)
