@@ -49,67 +49,31 @@ BAD_LINES = [
     ('{"id": "q"}', "expected exactly one of prompt, prompt_token_ids, messages, not none"),
     ('{"prompt": "a", "messages": []}', ", not prompt and messages"),
     ('{"prompt": 5}', "prompt: expected a text, not 5"),
-    ('{"prompt": null}', "prompt: expected a text, not null"),
     ('{"prompt": ""}', "the prompt has no tokens; at least one is needed"),
     ('{"prompt": "half \\ud83d"}', "half of a surrogate pair"),
-    ('{"prompt_token_ids": "abc"}', 'prompt_token_ids: expected a list of integers, not "abc"'),
     ('{"prompt_token_ids": [1, "2"]}', 'prompt_token_ids: expected a list of integers, not [1, "'),
     ('{"prompt_token_ids": [true]}', "prompt_token_ids: expected a list of integers, not [true]"),
     ('{"prompt_token_ids": []}', "the prompt has no tokens; at least one is needed"),
     ('{"prompt_token_ids": [5, 300]}', f"token id 300 lies outside the vocabulary of {VOCAB_SIZE}"),
-    ('{"prompt_token_ids": [-1]}', "token id -1 lies outside the vocabulary"),
-    ('{"prompt_token_ids": [4294967297]}', "token id 4294967297 lies outside the vocabulary"),
     ('{"messages": "hello"}', 'messages: expected a list of at least one message, not "hello"'),
-    ('{"messages": []}', "messages: expected a list of at least one message, not []"),
-    ('{"messages": ["hello"]}', 'messages[0]: expected an object, not "hello"'),
-    ('{"messages": [{"role": "user"}]}', "messages[0].content: expected a text, or a list of"),
     ('{"messages": [{"role": 1, "content": ""}]}', "messages[0].role: expected one of system"),
     ('{"prompt": "a", "id": 1.5}', "id: expected a text or an integer, not 1.5"),
-    ('{"prompt": "a", "id": null}', "id: expected a text or an integer, not null"),
     ('{"prompt": "a", "id": 1}', "duplicate id: record 1 has it (one without an id has its num"),
     ('{"prompt": "a", "window_size": 5}', "window_size: expected 0 to 4, the engine's own, not 5"),
-    (
-        '{"prompt": "a", "window_size": -1}',
-        "window_size: expected 0 to 4, the engine's own, not -1",
-    ),
     ('{"prompt": "a", "window_size": true}', "window_size: expected an integer, not true"),
     ('{"prompt": "a", "sampling": {"window_size": 2}}', "window_size: expected beside sampling"),
-    ('{"prompt": "a", "sampling": {"seed": -2}}', "sampling.seed: expected an integer from 0 to"),
     ('{"prompt": "a", "sampling": 5}', "sampling: expected an object, not 5"),
     ('{"prompt": "a", "sampling": {"temprature": 1}}', "did you mean 'temperature'?"),
     (
         '{"prompt": "a", "sampling": {"top_p": 1.5}}',
         "sampling.top_p: expected a number above 0, up",
     ),
-    ('{"prompt": "a", "sampling": {"temperature": "hot"}}', "sampling.temperature: expected a num"),
     ('{"prompt": "a", "sampling": {"temperature": 1e999}}', "sampling.temperature: expected a num"),
-    ('{"prompt": "a", "sampling": {"max_tokens": 0}}', "sampling.max_tokens: expected an integer"),
     ('{"prompt": "a", "sampling": {"stop": 5}}', "sampling.stop: expected a text or a list"),
-    ('{"prompt": "a", "sampling": {"stop": [""]}}', "sampling.stop: expected non-empty strings"),
     ('{"prompt": "a", "sampling": {"stop_token_ids": 5}}', "sampling.stop_token_ids: expected a"),
     ('{"prompt": "a", "sampling": {"stop_token_ids": [300]}}', "stop_token_ids: 300 is outside"),
     ('{"prompt": "a", "sampling": {"max_tokens": 320}}', "exceed max_model_len 320"),
-    ('{"prompt": "a", "sampling": {"n": 0}}', "sampling.n: expected an integer from 1 to 128"),
     ('{"prompt": "a", "sampling": {"n": 2}}', "sampling.n: expected 1 at temperature 0, where"),
-    ('{"prompt": "a", "sampling": {"logprobs": 21}}', "sampling.logprobs: expected an integer fr"),
-]
-
-
-WRONG_SAMPLING = {
-    "temperature": [-1, "0", None, [], True, 1e7],
-    "top_p": [0, 2, "x", None, {}],
-    "top_k": [-2, 0.5, None, "5", False],
-    "max_tokens": [0, -5, 1e3, None],
-    "stop": [None, {}, [[]], [5]],
-    "stop_token_ids": [[-1], ["a"], None],
-    "entropy_threshold": [-1, "none", []],
-    "position_penalty": [-1, None, 1e9, "a"],
-    "seed": [-2, 2**32, 0.5, "1"],
-}
-BAD_LINES += [
-    (json.dumps({"prompt": "a", "sampling": {name: value}}), f"sampling.{name}: ")
-    for name, values in WRONG_SAMPLING.items()
-    for value in values
 ]
 
 
