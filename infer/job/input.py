@@ -29,7 +29,6 @@ from infer.job.prompt_record import (
     Content,
     Own,
     RecordId,
-    checked_record,
     is_envelope,
     own_fields,
     prepared_record,
@@ -74,20 +73,10 @@ COPY_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    """The files, or the pipe, that ``--input`` names.
+class Source(FoundFiles):
+    """The files that ``--input`` names, or the ``pipe``, which can be read only once."""
 
-    Attributes:
-      files: in the order of their records; empty if there is a pipe.
-      pipe: standard input or a named pipe, which can be read only once.
-      others: files in the folders that are neither JSONL nor Parquet.
-      folders: the folders that were searched.
-    """
-
-    files: tuple[RecordFile, ...]
     pipe: str | None = None
-    others: tuple[Path, ...] = ()
-    folders: tuple[Path, ...] = ()
 
     @property
     def shown(self) -> str:
@@ -122,7 +111,7 @@ def find_input(names: Sequence[str]) -> Source:
         if len(names) > 1:
             raise InputError(f"{pipes[0]}: a pipe is read alone, without other input")
         return Source((), pipe=pipes[0])
-    found: FoundFiles = find_files(names, ENDINGS, otherwise=JSONL)
+    found = find_files(names, ENDINGS, otherwise=JSONL)
     seen: set[Path] = set()
     for file in found.files:
         name = file.path.name.lower()
@@ -133,7 +122,7 @@ def find_input(names: Sequence[str]) -> Source:
         if file.path.resolve() in seen:
             raise InputError(f"{file.shown}: is named twice as input")
         seen.add(file.path.resolve())
-    return Source(found.files, others=found.others, folders=found.folders)
+    return Source(found.files, found.others, found.folders)
 
 
 def spool(source: Source, folder: Path) -> RecordFile:
@@ -497,14 +486,10 @@ class Workload:
         seed = record_seed(self.params.seed, record.id)
         params = dataclasses.replace(self.params, seed=seed)
         if isinstance(record.own, BatchRecord):
-            checked = record.own.checked(params)
-        else:
-            refuse_output_keys(record.own)
-            checked = checked_record(fields, params)
-        prompt = prepared_record(llm, checked, chat=self.chat)
-        if isinstance(record.own, BatchRecord):
-            record.own.prepared(llm, prompt)
-        elif self.prompt_token_ids:
+            return record.own.prepare(llm, params)
+        refuse_output_keys(record.own)
+        prompt = prepared_record(llm, fields, params, chat=self.chat)
+        if self.prompt_token_ids:
             record.own = {"prompt_token_ids": list(prompt[0]), **record.own}
         return prompt
 

@@ -15,11 +15,11 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from wedlm_jax.errors import InputError, nearest, refuse_unknown, shortened, shown_value
-from wedlm_jax.messages import check_text, checked_messages, template_variables
+from wedlm_jax.messages import check_text
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.jsonl import parse_object
 
@@ -51,25 +51,6 @@ Content = bytes | dict[str, Any] | None
 """A line of JSONL, None if it is too long; or the non-null columns of a Parquet row."""
 
 RecordId = str | int
-
-
-@dataclasses.dataclass(slots=True)
-class PromptRecord:
-    """A record that is valid as far as can be told without the model.
-
-    Attributes:
-      kind: one of `PROMPT_KINDS`, or "text": a prompt that ``--chat`` does not make a message.
-      prompt: its value.
-      params: sampling parameters, with the record's own seed.
-      window: the record's own W, None for the engine's.
-      template: its ``tools`` and ``chat_template_kwargs``, if given.
-    """
-
-    kind: str
-    prompt: Any
-    params: SamplingParams
-    window: int | None = None
-    template: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def record_fields(content: Content) -> Mapping[str, Any]:
@@ -119,14 +100,18 @@ def hint_of(key: str) -> str:
     return f"{key!r} is not read; did you mean {near!r}{where}?"
 
 
-def checked_record(fields: Mapping[str, Any], params: SamplingParams) -> PromptRecord:
-    """Checks a record.
+def prepared_record(
+    llm: LLM, fields: Mapping[str, Any], params: SamplingParams, *, chat: bool
+) -> Prepared | Windowed:
+    """Returns what the engine gets of a record.
 
     Args:
       params: what its ``sampling`` does not override.
+      chat: whether a ``prompt`` is a user's message, for the chat template.
 
     Raises:
-      InputError: naming the field that is wrong, and what was expected.
+      InputError: naming the field that is wrong and what was expected, or saying why the model
+        cannot decode it.
     """
     kinds = [kind for kind in PROMPT_KINDS if kind in fields]
     if len(kinds) != 1:
@@ -135,43 +120,39 @@ def checked_record(fields: Mapping[str, Any], params: SamplingParams) -> PromptR
         hint = f"; {hint_of(near[0])}" if near else ""
         raise InputError(f"expected exactly one of {', '.join(PROMPT_KINDS)}, not {have}{hint}")
     kind = kinds[0]
-    _CHECKS[kind](fields[kind])
+    prompt = fields[kind]
+    if kind == "prompt":
+        check_text(prompt)
+    elif kind == "prompt_token_ids" and not _is_list_of_integers(prompt):
+        shown = shown_value(prompt)
+        raise InputError(f"prompt_token_ids: expected a list of integers, not {shown}")
+    if kind == "prompt" and chat:
+        kind, prompt = "messages", [{"role": "user", "content": prompt}]
     template = {name: fields[name] for name in FOR_TEMPLATE if name in fields}
-    template_variables(*(template.get(name) for name in FOR_TEMPLATE))
-    if template and kind == "prompt_token_ids":
-        raise InputError(f"{next(iter(template))}: expected none beside prompt_token_ids")
+    if template and kind != "messages":
+        name = next(iter(template))
+        raise InputError(f"{name}: goes with messages, or with a prompt and --chat")
     window = fields.get("window_size")
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
         raise InputError(f"window_size: expected an integer, not {shown_value(window)}")
     if fields.get("sampling") is not None:
         params = _overridden(params, fields["sampling"])
-    return PromptRecord(kind, fields[kind], params, window, template)
+    return _prepared(llm, prompt, params, window, template if kind == "messages" else None)
 
 
-def record_seed(seed: int, name: RecordId) -> int:
-    """Derives a record's 32-bit seed from the job's seed and the record's id alone, so that its
-    result does not depend on where it is decoded, or next to which others."""
-    text = json.dumps([seed, name])
-    return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
-
-
-def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared | Windowed:
-    """Returns the token ids and parameters of a record, and its window if it has one, checked
-    against the model.
-
-    Args:
-      chat: whether a ``prompt`` is a user's message, for the chat template.
-    """
-    prompt = record.prompt
+def _prepared(
+    llm: LLM,
+    prompt: Any,
+    params: SamplingParams,
+    window: int | None,
+    template: Mapping[str, Any] | None,
+) -> Prepared | Windowed:
+    """Returns token ids and parameters, and the window if there is one of its own; ``template`` has
+    the arguments of `LLM.chat_prompt` beside the messages, and is None for any other prompt."""
     try:
-        if record.kind == "prompt" and chat:
-            prompt = llm.chat_prompt([{"role": "user", "content": prompt}], **record.template)
-        elif record.kind == "messages":
-            prompt = llm.chat_prompt(prompt, **record.template)
-        elif record.template:
-            name = next(iter(record.template))
-            raise InputError(f"{name}: goes with messages, or with a prompt and --chat")
-        token_ids, params = llm.prepare_one(prompt, record.params, many_samples=True)
+        if template is not None:
+            prompt = llm.chat_prompt(prompt, **template)
+        token_ids, params = llm.prepare_one(prompt, params, many_samples=True)
     except InputError:
         raise
     except Exception as error:
@@ -180,22 +161,17 @@ def prepared_record(llm: LLM, record: PromptRecord, *, chat: bool) -> Prepared |
         reason = shortened(f"{type(error).__name__}: {error}")
         raise InputError(f"the prompt could not be turned into tokens ({reason})") from error
     ids = array("i", token_ids)  # a list would take nine times the memory
-    if record.window is None:
+    if window is None:
         return ids, params
-    llm.engine.check_window(record.window)
-    return ids, params, record.window
+    llm.engine.check_window(window)
+    return ids, params, window
 
 
-def _check_token_ids(value: Any) -> None:
-    if not _is_list_of_integers(value):
-        raise InputError(f"prompt_token_ids: expected a list of integers, not {shown_value(value)}")
-
-
-_CHECKS: Mapping[str, Callable[[Any], Any]] = {
-    "prompt": check_text,
-    "prompt_token_ids": _check_token_ids,
-    "messages": checked_messages,
-}
+def record_seed(seed: int, name: RecordId) -> int:
+    """Derives a record's 32-bit seed from the job's seed and the record's id alone, so that its
+    result does not depend on where it is decoded, or next to which others."""
+    text = json.dumps([seed, name])
+    return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
 
 
 def _overridden(params: SamplingParams, fields: Any) -> SamplingParams:
@@ -238,8 +214,11 @@ class BatchRecord:
     fields: Mapping[str, Any]
     shape: TextShape | None = None
 
-    def checked(self, params: SamplingParams) -> PromptRecord:
-        """Checks the request, as `checked_record` does a record."""
+    def prepare(self, llm: LLM, params: SamplingParams) -> Prepared | Windowed:
+        """Returns what the engine gets of the request, as `prepared_record` does of a record."""
+        from infer.serve.calls import Call
+        from infer.serve.shapes import ChatShape, TextShape
+
         refuse_unknown(self.fields, ENVELOPE, "key")
         method, url = self.fields.get("method", "POST"), self.fields.get("url")
         if method != "POST":
@@ -247,36 +226,24 @@ class BatchRecord:
         if url not in (CHAT, TEXT):
             raise InputError(f"url: expected {CHAT} or {TEXT}, not {shown_value(url)}")
         body, params = _read_body(self.fields.get("body"), url == CHAT, params)
+        prompt: Any = body.messages if url == CHAT else body.prompt
+        template: dict[str, Any] | None = None
         if url == CHAT:
             tools = None if body.tool_choice == "none" else body.tools
             template = {"tools": tools, "chat_template_kwargs": body.chat_template_kwargs}
-            template_variables(tools=tools, kwargs=body.chat_template_kwargs)
-            return PromptRecord("messages", body.messages, params, body.window_size, template)
-        prompt = body.prompt
-        if isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
+        elif isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
             if len(prompt) != 1:
                 raise InputError(f"prompt: expected one in a record, not {len(prompt)}")
             prompt = prompt[0]
-        kind = "text" if isinstance(prompt, str) else "prompt_token_ids"
-        return PromptRecord(kind, prompt, params, body.window_size)
-
-    def prepared(self, llm: LLM, prompt: Prepared | Windowed) -> None:
-        """Keeps what the answer needs to know about the prompt and the model."""
-        from infer.serve.calls import Call
-        from infer.serve.shapes import ChatShape, TextShape
-
-        token_ids, params = prompt[:2]
-        body = self.fields["body"]
-        with_ids = bool(body.get("return_token_ids"))
-        call = Call([(range(len(token_ids)), params)], with_token_ids=with_ids)
-        kind = ChatShape if self.fields["url"] == CHAT else TextShape
-        # A restart must give the same answer, so nothing in it may depend on the time.
-        self.shape = kind(
-            call,
-            body.get("model") or llm.folder.name,
-            _logprob_shapes(llm.codec),
-            identity=(self._id, 0),
+        prepared = _prepared(llm, prompt, params, body.window_size, template)
+        call = Call(
+            [(range(len(prepared[0])), prepared[1])], with_token_ids=bool(body.return_token_ids)
         )
+        kind = ChatShape if url == CHAT else TextShape
+        # A restart must give the same answer, so nothing in it may depend on the time.
+        model, logprobs = body.model or llm.folder.name, _logprob_shapes(llm.codec)
+        self.shape = kind(call, model, logprobs, identity=(self._id, 0))
+        return prepared
 
     def result(self, completion: Completion) -> dict[str, Any]:
         """Returns the answer in its envelope."""
@@ -338,12 +305,9 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
     try:
         body: Any = (ChatRequest if chat else CompletionRequest).model_validate(given)
         check_refused(body)
-        if chat:
-            body.messages = checked_messages(body.messages)
         sampling = sampling_given(body)
         if sampling.get("seed", 0) in (None, -1):
             del sampling["seed"]
-        sampling = {"max_tokens": params.max_tokens} | sampling
         return body, sampling_of(sampling, params, params.max_tokens)
     except ValidationError as error:
         raise InputError(error_of_fields(error.errors(), "").message) from None

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 
 from infer.job.part_file import FORMAT
-from infer.job.prompt_record import checked_record, prepared_record, record_seed
-from tests.examples.full_disk import make_read_only, run_with_small_files, small_disk
+from infer.job.prompt_record import prepared_record, record_seed
+from tests.examples.full_disk import make_read_only, small_disk
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.job_examples import (
     GREEDY,
     KEYS,
-    SHAPE,
     WORDS,
     as_record,
-    contents,
     read_json,
     results,
     run,
@@ -227,9 +225,8 @@ def test_tools_and_template_variables_of_a_record_reach_the_template(llm, monkey
     monkeypatch.setattr(llm.codec, "variables", {"enable_thinking": False})
 
     def prompt_of(chat=False, **fields):
-        record = checked_record(fields, GREEDY)
         assert llm.codec is not None
-        return llm.codec.decode(prepared_record(llm, record, chat=chat)[0])
+        return llm.codec.decode(prepared_record(llm, fields, GREEDY, chat=chat)[0])
 
     listed, asked = f"[tools]{json.dumps(TOOLS[0])}", "[user]hi[assistant]"
     own = {"enable_thinking": True}
@@ -276,13 +273,6 @@ def test_a_file_that_no_job_has_written_is_kept(model, quick, capsys):
     assert said in capsys.readouterr().err
 
 
-QUICK = """
-from tests.infer.job.job_examples import quick_run
-from wedlm_jax.llm import LLM
-LLM.run = quick_run
-"""
-
-
 @pytest.mark.parametrize("output", ["out", "out.jsonl"])
 def test_a_job_goes_on_when_there_is_room_again(work, model, quick, output, capsys):
     write(words(400))
@@ -296,18 +286,6 @@ def test_a_job_goes_on_when_there_is_room_again(work, model, quick, output, caps
         assert "cannot be written (No space left on device)" in said
         kept = list(disk.glob("*/parts/*.part"))
         assert kept, "what was decoded stays"
-
-
-@pytest.mark.full
-def test_a_file_that_may_not_grow_is_no_bad_input(model, quick):
-    write(words(400))
-    arguments = ["generate", "--model", str(model), "--input", "in.jsonl", "--output", "out"]
-    ended = run_with_small_files([*arguments, *SHAPE], 32 * 1024, setup=QUICK)
-    assert ended.returncode == STORAGE_FAILED, ended.stderr
-    assert ended.stderr.splitlines()[-1].endswith("cannot be written (File too large)")
-    assert run(model, output="out") == 0
-    assert run(model, output="alone") == 0
-    assert contents("out") == contents("alone")
 
 
 @pytest.mark.parametrize("output", ["out", "out.jsonl", "out.parquet"])

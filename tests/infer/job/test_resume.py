@@ -61,16 +61,6 @@ def test_interrupted_job_goes_on(model, quick, decoded, shard_size, capsys):
     assert stats["tokens"] == sum(len(record["token_ids"]) for record in results())
 
 
-@pytest.mark.full
-def test_replicas_change_no_row(model):
-    records = words(8)
-    records[2] = {"prompt": "12 + 30 = " * 20}
-    write(records)
-    assert run(model) == 0
-    assert run(model, "--mesh", "data=2", output="replicas.jsonl") == 0
-    assert Path("replicas.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
-
-
 def test_rows_of_another_version_are_refused_until_they_may_go(model, quick, capsys):
     write(words(8))
     interrupt(1, model)

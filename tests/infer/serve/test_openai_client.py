@@ -1,12 +1,10 @@
 """The API as OpenAI's own client sees it, unchanged: every route, whole and streamed; what it gets
 is what `LLM` says without a server."""
 
-import asyncio
 import re
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 
 from tests.docs.pages import ROOT, blocks
 from tests.examples.schemas import fits
@@ -247,32 +245,3 @@ def test_models(client):
     assert client.models.retrieve(MODEL) == model
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("another")
-
-
-@pytest.mark.full
-def test_thirty_clients_at_once(server, offline):
-    prompts = [f"{STORY} {number}" for number in range(30)]
-    expected = [one.text for one in offline.generate(prompts, SamplingParams(max_tokens=20))]
-
-    async def ask_all():
-        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-            ask = client.completions.create
-            asked = [ask(model=MODEL, prompt=prompt, max_tokens=20) for prompt in prompts]
-            return [one.choices[0].text for one in await asyncio.gather(*asked)]
-
-    assert asyncio.run(ask_all()) == expected
-    server.wait_until_idle()
-
-
-@pytest.mark.full
-def test_langchain_asks_and_streams(server, answer):
-    langchain = pytest.importorskip("langchain_openai")
-    model = langchain.ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="unused", model=MODEL, max_retries=0, temperature=0
-    )
-    said = model.invoke(QUESTION)
-    assert said.content == answer.text
-    assert said.usage_metadata["output_tokens"] == len(answer.token_ids)
-    assert "".join(piece.content for piece in model.stream(QUESTION)) == answer.text
-    history = [("human", QUESTION), said, ("human", "Again.")]
-    assert model.invoke(history, max_tokens=1).usage_metadata["output_tokens"] == 1

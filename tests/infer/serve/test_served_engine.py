@@ -323,7 +323,3 @@ def test_without_the_two_programs_the_first_waits_and_fails_alone(tiny_model, mo
     compiler.finish()
     own = engine.traits_with(requests(second)).rounded
     assert compiler.wanted[1:] == [own, engine.everything]
-
-
-def test_requests_of_every_kind_share_the_program(both):
-    assert both.compiled_for(both.traits_with(requests(*SPECIAL))) == both.everything
