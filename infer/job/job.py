@@ -16,7 +16,6 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 
 from infer.job.input import (
-    COPY_BYTES,
     SPOOL,
     RecordIndex,
     Source,
@@ -428,29 +427,28 @@ def _merged(
 ) -> dict[str, Any]:
     """Writes all records to one file; returns its name, size and digest."""
     with written_beside(output, folder.parts) as out:
-        digested, blocks = _Digested(out), _blocks(folder, manifests)
+        digested, lines = _Digested(out), _lines(folder, manifests)
         if columns is None:
-            for block in blocks:
-                digested.write(block)
+            for line in lines:
+                digested.write(line)
         else:
-            write_results(digested, blocks, columns)
+            write_results(digested, lines, columns)
     whole = digested.digest.hexdigest()
     return {"name": writable(output.name), "bytes": digested.size, "sha256": whole}
 
 
-def _blocks(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[bytes]:
-    """Yields the contents of the shards in order."""
+def _lines(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Yields the records of the shards in order."""
     for shard, manifest in zip(folder.shards, manifests, strict=True):
-        path, digest = folder.data_path(shard), hashlib.sha256()
+        path = folder.data_path(shard)
         with naming(path), path.open("rb") as records:
-            while block := records.read(COPY_BYTES):
-                digest.update(block)
-                yield block
-        if digest.hexdigest() != manifest["sha256"]:
-            raise InputError(
-                f"{path}: does not match {folder.manifest_path(shard).name}; remove both, and "
-                "run the same command again"
-            )
+            if hashlib.file_digest(records, "sha256").hexdigest() != manifest["sha256"]:
+                raise InputError(
+                    f"{path}: does not match {folder.manifest_path(shard).name}; remove both, and "
+                    "run the same command again"
+                )
+            records.seek(0)
+            yield from records
 
 
 class _Digested(io.RawIOBase):

@@ -213,16 +213,16 @@ GROUP_BYTES = 16 * 2**20
 group is held in memory."""
 
 
-def write_results(sink: Sink, blocks: Iterable[bytes], columns: Columns) -> None:
+def write_results(sink: Sink, lines: Iterable[bytes], columns: Columns) -> None:
     """Writes results as a Parquet file, with a column for every key of `OUTPUT_KEYS`, used or not.
 
     Args:
-      blocks: the results as lines of JSON, cut anywhere.
+      lines: the results as JSON.
       columns: types of the ids and of own keys.
     """
     types = {name: storable(kind) for name, kind in columns.types.items()}
     mine = {**_result_types(), **({"id": types["id"]} if "id" in types else {})}
-    write_rows(sink, _groups(blocks), {**mine, **types})
+    write_rows(sink, _groups(lines), {**mine, **types})
 
 
 def _result_types() -> dict[str, Any]:
@@ -252,11 +252,11 @@ def _result_types() -> dict[str, Any]:
     return types
 
 
-def _groups(blocks: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
+def _groups(lines: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
     """Yields the rows of each row group."""
     rows: list[dict[str, Any]] = []
     size = 0
-    for line in _lines(blocks):
+    for line in lines:
         rows.append(_row(json.loads(line)))
         size += len(line)
         if len(rows) == GROUP_ROWS or size >= GROUP_BYTES:
@@ -264,13 +264,6 @@ def _groups(blocks: Iterable[bytes]) -> Iterator[list[dict[str, Any]]]:
             rows, size = [], 0
     if rows:
         yield rows
-
-
-def _lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for block in blocks:
-        *lines, rest = (rest + block).split(b"\n")
-        yield from lines
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from infer.serve.errors import CONTEXT_LENGTH, ApiError, bad_field, bad_request
 from infer.serve.fields import ChatRequest, check_refused, name_given, sampling_given, sampling_of
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
-from wedlm_jax.messages import checked_messages
 from wedlm_jax.params import OPTIONS
 from wedlm_jax.text import as_list
 
@@ -209,7 +208,7 @@ class Calls:
             chat: Any = body
             prompts: list[Prompt] = [
                 self._llm.chat_prompt(
-                    checked_messages(chat.messages),
+                    chat.messages,
                     tools=None if chat.tool_choice == "none" else chat.tools,
                     chat_template_kwargs=chat.chat_template_kwargs,
                 )

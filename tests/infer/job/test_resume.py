@@ -112,21 +112,23 @@ def test_a_shard_that_was_removed_is_made_anew(model, quick, decoded):
     assert contents("out") == whole
 
 
-def test_a_damaged_shard_is_not_put_into_the_output(model, quick, capsys):
+@pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
+def test_a_damaged_shard_is_not_put_into_the_output(model, quick, output, capsys):
     write(words(16))
-    interrupt(4, model, "--shard-size", "3")
-    path = sorted(Path("out.jsonl.shards").glob("rows-*.jsonl"))[0]
+    interrupt(4, model, "--shard-size", "3", output=output)
+    path = sorted(Path(f"{output}.shards").glob("rows-*.jsonl"))[0]
     manifest = path.with_suffix(".manifest.json")
-    path.write_bytes(path.read_bytes().replace(b"id", b"di", 1))
+    path.write_bytes(path.read_bytes().replace(b'"id"', b"id", 1))
     capsys.readouterr()
-    assert run(model) == 2
+    assert run(model, output=output) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"{path}: does not match {manifest.name}" in error
-    assert not Path("out.jsonl").exists()
+    assert not Path(output).exists()
     path.unlink()
     manifest.unlink()
-    assert run(model) == 0
-    assert [record["id"] for record in results()] == list(range(1, 17))
+    assert run(model, output=output) == 0
+    if output == "out.jsonl":
+        assert [record["id"] for record in results()] == list(range(1, 17))
 
 
 def test_results_of_every_form_are_the_same_after_an_interruption(model, quick, decoded):
