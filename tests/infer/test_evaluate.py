@@ -10,7 +10,6 @@ import infer.evaluate
 from infer.evaluate import decoders_at, evaluate_all
 from infer.score import Score
 from tests.infer.few_questions import PROMPTS, write_questions
-from wedlm_jax.checkpoint.convert import main as convert
 from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -167,10 +166,8 @@ def test_a_default_that_is_slower_than_ar_is_told(seconds, told, capsys):
     assert bool(said) == bool(told)
 
 
-def test_a_model_that_knows_no_masks_has_two_decoders(checkpoint, tmp_path, capsys):
-    folder = tmp_path / "qwen3"
-    assert convert([str(checkpoint), str(folder), "--model-type", "qwen3"]) == 0
-    decoders = decoders_at(str(folder), [0.4])
+def test_a_model_that_knows_no_masks_has_two_decoders(stock, capsys):
+    decoders = decoders_at(str(stock), [0.4])
     assert [d.name for d in decoders] == ["AR", "verified"]
     assert [d.llm.engine.settings.lookup for d in decoders] == [0, MOST_LOOKUP]
     assert not any(d.llm.engine.settings.window for d in decoders)

@@ -3,7 +3,6 @@ is there."""
 
 import dataclasses
 import json
-import shutil
 import sys
 
 import jax
@@ -64,11 +63,10 @@ def test_windows_are_compared_and_drawn(checkpoint, questions, tmp_path, capsys)
 
 @pytest.mark.parametrize("kind", ["wedlm", "qwen3"])
 @pytest.mark.full
-def test_drafts_are_compared_by_where_they_come_from(kind, checkpoint, questions, tmp_path, capsys):
-    model, output = tmp_path / kind, tmp_path / "drafts.json"
-    shutil.copytree(checkpoint, model)
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+def test_drafts_are_compared_by_where_they_come_from(
+    kind, checkpoint, stock, questions, tmp_path, capsys
+):
+    model, output = checkpoint if kind == "wedlm" else stock, tmp_path / "drafts.json"
     arguments = f"--compare drafts --model {model} --questions {questions} --batch-size 2 "
     arguments += f"--prompts 3 --passes 1 --max-tokens 8 --regime prose --output {output}"
     assert main(arguments.split()) == 0

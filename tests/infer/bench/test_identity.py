@@ -3,7 +3,6 @@ model."""
 
 import dataclasses
 import json
-import shutil
 
 import pytest
 
@@ -42,12 +41,9 @@ def test_verified_is_autoregressive_on_a_tiny_model(checkpoint, tmp_path, temper
     assert "W = 2, verified" in capsys.readouterr().out
 
 
-def test_drafts_from_the_text_are_compared_where_there_are_no_masks(checkpoint, tmp_path):
-    model, output = tmp_path / "stock", tmp_path / "figures.json"
-    shutil.copytree(checkpoint, model)
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
-    arguments = f"--compare identity --model {model} --questions {EMBEDDED_QUESTIONS} "
+def test_drafts_from_the_text_are_compared_where_there_are_no_masks(stock, tmp_path):
+    output = tmp_path / "figures.json"
+    arguments = f"--compare identity --model {stock} --questions {EMBEDDED_QUESTIONS} "
     arguments += f"--prompts 3 --max-tokens 24 --batch-size 2 --output {output} --regime prose"
     assert main(arguments.split()) == 0
     ar, always, auto = json.loads(output.read_text(encoding="utf-8"))["identity"]

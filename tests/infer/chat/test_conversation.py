@@ -7,7 +7,7 @@ import pytest
 
 from infer.chat.conversation import Conversation
 from infer.chat.lines import ORDERS, follow, is_order
-from tests.examples.tiny_checkpoint import CONTEXT, write_tiny_checkpoint
+from tests.examples.tiny_checkpoint import CONTEXT
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -244,17 +244,15 @@ def test_orders_change_what_follows(llm, conversation):
         ("wedlm", 0, "/window 8", "/window: expected 0, not 8: this model has no windows"),
     ],
 )
-def test_windows_that_are_no_number(tmp_path, model_type, window, line, said):
-    path = write_tiny_checkpoint(tmp_path / "tiny", tokenizer=True) / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(config | {"model_type": model_type}), encoding="utf-8")
-    llm = LLM(path.parent, window_size=window)
+def test_windows_that_are_no_number(checkpoint, stock, model_type, window, line, said):
+    folder = checkpoint if model_type == "wedlm" else stock
+    llm = LLM(folder, window_size=window)
     conversation = Conversation(llm, PARAMS)
     try:
         answer = follow(line, conversation, llm)
     except InputError as error:
         answer = str(error)
-    assert answer.startswith(said.format(name=path.parent))
+    assert answer.startswith(said.format(name=folder))
     assert conversation.window is None
 
 

@@ -10,11 +10,10 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from infer.job import input as job_input
-from infer.job.input import Place, RecordIndex, _repeated, build_index, read_from
+from infer.job.input import Place, build_index, read_from
 from tests.infer.job.job_examples import (
     contents,
     interrupt,
@@ -221,25 +220,6 @@ def test_the_digest_tells_inputs_apart_and_not_where_they_are(tmp_path):
     ]
     assert len(set(several)) == len(several)
     assert digest(a, b) == several[0]
-
-
-def brute_force(digests):
-    first = {}
-    return {i: first[x] for i, x in enumerate(digests) if first.setdefault(x, i) != i}
-
-
-@pytest.mark.parametrize("kinds", [1, 2, 10, 1000])
-def test_repeated_finds_the_first_of_each(kinds):
-    for seed in range(20):
-        draw = np.random.default_rng(seed)
-        digests = draw.integers(0, kinds, draw.integers(0, 50)).astype(np.uint64)
-        repeated, originals = _repeated(digests)
-        assert (np.diff(repeated) > 0).all()
-        found = dict(zip(repeated.tolist(), originals.tolist(), strict=True))
-        assert found == brute_force(digests.tolist())
-        index = RecordIndex(len(digests), "", (), 1, (), repeated, originals)
-        for i in range(len(digests)):
-            assert index.original(i) == found.get(i)
 
 
 def test_which_rows_claim_which_id(tmp_path):
