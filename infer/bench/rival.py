@@ -3,11 +3,8 @@ the same prompts."""
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wedlm_jax.config import STOCK, ModelConfig, config_to_hf, with_model_type
@@ -22,7 +19,6 @@ RIVAL_LOOKUP = "transformers, lookup"
 """What tables call its plain decoding and its prompt lookup."""
 LOOKUP_TOKENS = 10
 """Drafts of its lookup, the number in its documentation."""
-PLACES = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
 
 
 def check_rival() -> None:
@@ -46,19 +42,12 @@ class Rival:
 
         self._config = subject.config
         dtype = getattr(torch, subject.dtype)
-        described = config_for_transformers(subject.config, subject.dtype)
-        with tempfile.TemporaryDirectory(prefix="wedlm-bench-") as name:
-            folder = Path(name)
-            (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
-            model: Any
-            if subject.folder is None:
-                config = AutoConfig.from_pretrained(folder)
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-            else:
-                for pattern in PLACES:
-                    for file in subject.folder.glob(pattern):
-                        (folder / file.name).symlink_to(file.resolve())
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        config: Any = AutoConfig.for_model(**config_for_transformers(subject.config, subject.dtype))
+        model: Any
+        if subject.folder is None:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(subject.folder, config=config, dtype=dtype)
         self._model = model.eval()
         self.forwards = 0
         self._model.register_forward_hook(self._count)
