@@ -19,7 +19,7 @@ from pathlib import Path
 
 import train
 import wedlm_jax
-from train.data.manifest import read_manifest
+from train.data.shards import read_manifest
 from train.recipe.config import TrainConfig, describe
 from train.recipe.phases import source_names
 from wedlm_jax.checkpoint import RUN_STATES

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
-from tokenizers import Tokenizer
 
 from train.agreement import agree
 from train.checkpoint import Checkpoints
-from train.data.batches import PhasedBatches
-from train.data.order import check_rows
-from train.data.samples import load_tokenizer
-from train.data.sources import Epochs, check_sources, open_sources
+from train.data.batches import RowSets, TrainBatches
+from train.data.sources import Epochs, open_sources
+from train.data.tokenizer import load_tokenizer
 from train.distributed import AgreedStop
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
@@ -113,8 +113,10 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         folder = tokenizer_folder(config, before=before)
         tokenizer = load_tokenizer(folder)
         check_start(config, before=before)
-        check_sources(config, tokenizer)
         model = recipe_model(config, folder, before)
+        pad = model.pad_token_id or 0
+        data = open_sources(config, tokenizer, pad)
+        held = held_out_rows(config, tokenizer, pad) if config.evaluation.every else None
         program = make_program(config, model, mesh)
         if origin is not None:
             check_origin(origin, program)
@@ -137,7 +139,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         )
         with jax.set_mesh(mesh):
             program = settled_here(program)
-            run = TrainingRun(program, tokenizer, output, files, time, asked)
+            run = TrainingRun(program, data, held, output, files, time, asked)
             parameters = to_export(run.run(checkpoints, origin))  # the moments are not kept for it
     except StorageFailure:
         files.abandon()  # the storage may refuse them, too
@@ -179,7 +181,8 @@ class TrainingRun:
 
     Args:
       program: the recipe's program; its mesh must be the current one.
-      tokenizer: the tokenizer that made the rows.
+      data: the rows of each phase.
+      held: rows to evaluate on, arrays ``[N, L]``; None if the run does not evaluate.
       output: the run's folder.
       files: the files to which logs are written.
       time: the clock of this attempt.
@@ -189,7 +192,8 @@ class TrainingRun:
     def __init__(
         self,
         program: TrainProgram,
-        tokenizer: Tokenizer,
+        data: Sequence[RowSets],
+        held: dict[str, np.ndarray] | None,
         output: Path,
         files: RunFiles,
         time: RunTime,
@@ -198,26 +202,21 @@ class TrainingRun:
         config, model = program.config, program.model
         self._program, self._config, self._mesh = program, config, program.mesh
         self._files, self._output, self._time = files, files.folder, time
-        pad = model.pad_token_id or 0
-        self._phases, self._data = phases_of(config), []
+        self._phases, self._data = phases_of(config), data
         self._sources = source_names(config)
         self._skipped = SkippedBatches.of(config.data.skip)
         sizes: dict[str, int] = {}
-        for phase in self._phases:  # errors in later phases are found now
-            settings = phase.config
+        for phase, sets in zip(self._phases, data, strict=True):
+            settings = phase.config  # errors in later phases are found now
             check_fits(self._mesh, model, rows=settings.rows, row_tokens=settings.row_tokens)
-            sets = open_sources(settings, tokenizer, pad)
-            check_rows(sets, settings.rows * settings.accumulation)
-            self._data.append(sets)
-            for name, (one, _) in zip(source_names(settings), sets, strict=True):
-                sizes[name] = len(one)
+            for name, (rows, _) in zip(settings.data.sources, sets, strict=True):
+                sizes[name] = len(rows)
         self._epochs = Epochs(self._phases, sizes)
         self._flops: dict[tuple[int, ...], float] = {
             phase.batch_shape: model_flops(phase.config, model) for phase in self._phases
         }
         self._evaluation = None
-        if config.evaluation.every:
-            held = held_out_rows(config, tokenizer, pad)
+        if held is not None:
             self._evaluation = Evaluation(
                 config, program.mesh, program.graph, model, program.objective, held, questions
             )
@@ -244,13 +243,7 @@ class TrainingRun:
         config, done, time = self._config, int(state.step), self._time
         several = jax_processes().count > 1
         key = self._program.mask_key()
-        batches = PhasedBatches(
-            self._phases,
-            self._data,
-            batch_sharding(self._mesh),
-            start=done,
-            sources=len(self._sources),
-        )
+        batches = TrainBatches(self._phases, self._data, batch_sharding(self._mesh), start=done)
         pending = self._pending(batches, done)
         log = self._open_log(done)
         for line in (*self._epochs.lines(done), checkpoints.kept(config.checkpoint_every)):
@@ -313,7 +306,7 @@ class TrainingRun:
             time.close()
         return state
 
-    def _pending(self, batches: PhasedBatches, done: int) -> PendingMetrics:
+    def _pending(self, batches: TrainBatches, done: int) -> PendingMetrics:
         return PendingMetrics(
             self._output,
             self._config.optimizer.max_skipped,

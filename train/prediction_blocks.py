@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from train.data.manifest import read_manifest
+from train.data.shards import read_manifest
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
 from wedlm_jax.errors import InputError

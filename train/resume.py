@@ -29,7 +29,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from train.checkpoint import OtherState, check_readable
-from train.data.manifest import read_manifest
+from train.data.shards import read_manifest
 from train.optimizer import schedule_of
 from train.program import TrainProgram
 from train.recipe.config import TrainConfig, describe, save_config

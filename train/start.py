@@ -12,9 +12,9 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints, read_state
-from train.data.manifest import mask_token_in, read_manifest
-from train.data.samples import load_tokenizer
-from train.data.sources import open_sources
+from train.data.shards import mask_token_in, read_manifest
+from train.data.sources import open_folder
+from train.data.tokenizer import load_tokenizer
 from train.mask_token import (
     choose_mask_token,
     describe_mask_token,
@@ -323,8 +323,7 @@ def held_out_rows(
     longest texts."""
     section = config.evaluation
     assert section.source is not None, "`check_paths` has looked"
-    data = dataclasses.replace(config.data, sources={section.source: 1.0})
-    [(rows, _)] = open_sources(dataclasses.replace(config, data=data), tokenizer, pad_token_id)
+    rows = open_folder(section.source, config, tokenizer, pad_token_id)
     drawn = np.random.default_rng(section.seed).permutation(len(rows))[: section.rows]
     picked = [rows[i] for i in drawn]
     return {name: np.stack([row[name] for row in picked]) for name in picked[0]}

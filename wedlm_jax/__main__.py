@@ -27,7 +27,7 @@ SUBCOMMANDS = {
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
     "tokenizer": ("train.data.tokenizer", "make a tokenizer from texts and conversations"),
-    "rows": ("train.data.show", "packed training rows as text"),
+    "rows": ("train.data.shards", "packed training rows as text"),
     "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
     "export": (
         "wedlm_jax.checkpoint.convert:export",

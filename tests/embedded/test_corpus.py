@@ -13,9 +13,8 @@ from examples.embedded.corpus import DEFAULT_WEIGHTS, KINDS, REGIMES, generate, 
 from examples.embedded.corpus.__main__ import main
 from examples.embedded.words import CHAT_PROMPT
 from tests.examples.data import EMBEDDED, tokenised
-from train.data.manifest import read_manifest
-from train.data.samples import load_tokenizer
-from train.data.show import read_rows
+from train.data.shards import read_manifest, read_rows
+from train.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions
 

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from examples.embedded.corpus import generate
+from train.data.batches import StepRows
 from train.data.job import TokeniseOptions, tokenise
 from train.data.samples import SampleOptions
+from train.recipe.phases import phases_of
 
 EMBEDDED = Path(__file__).parents[2] / "wedlm_jax" / "embedded"
 ROW, BLOCK = 128, 32
@@ -27,11 +29,8 @@ CHAT = [
 ]
 
 
-class Silent:
+def silent(bytes_read, bytes_total, tokens):
     """Watches a job and says nothing."""
-
-    def progress(self, bytes_read, bytes_total, tokens):
-        pass
 
 
 class NumberedRows:
@@ -59,6 +58,17 @@ class NumberedRows:
         return f"NumberedRows({self.rows})"
 
 
+def step_rows(sets, config):
+    """The rows that the steps of a recipe read, given its sets of rows and their shares."""
+    return StepRows(one_phase(sets, config), [sets])
+
+
+def one_phase(sets, config):
+    sources = {str(number): weight for number, (_, weight) in enumerate(sets)}
+    data = dataclasses.replace(config.data, sources=sources)
+    return phases_of(dataclasses.replace(config, data=data))
+
+
 def options(inputs, output, **changes):
     """Rows of 128 in blocks of 32 with the embedded tokenizer; ``changes`` of either class."""
     names = {field.name for field in dataclasses.fields(SampleOptions)}
@@ -73,7 +83,7 @@ def options(inputs, output, **changes):
 
 
 def tokenised(inputs, output, **changes):
-    return tokenise(options(inputs, output, **changes), Silent())
+    return tokenise(options(inputs, output, **changes), silent)
 
 
 def write_jsonl(path, records):

@@ -104,7 +104,7 @@ def run_until_killed(config, last):
 
 def call_before_step(monkeypatch, step, function):
     """``function`` is called when a run asks for the batch of ``step``."""
-    real = train.loop.PhasedBatches
+    real = train.loop.TrainBatches
 
     class Watched(real):
         def __init__(self, *arguments, start, **settings):
@@ -117,7 +117,7 @@ def call_before_step(monkeypatch, step, function):
             self.step += 1
             return super().__next__()
 
-    monkeypatch.setattr(train.loop, "PhasedBatches", Watched)
+    monkeypatch.setattr(train.loop, "TrainBatches", Watched)
 
 
 def command_in_child(arguments, output, devices=1, environment=None, constants=None, folder=None):

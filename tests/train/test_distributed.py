@@ -1,7 +1,6 @@
 """Several processes in one run; hosts that are not given the same, or of which one fails alone."""
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -28,7 +27,7 @@ from tests.train.test_checkpoint import read, write
 from train import agreement
 from train import checkpoint as training_states
 from train.agreement import agree, differences
-from train.data.batches import PhasedBatches
+from train.data.batches import TrainBatches
 from train.evaluation.held_out import Evaluation
 from train.evaluation.questions import asked_questions, drawn_questions
 from train.program import objective_of
@@ -201,7 +200,7 @@ def test_hosts_with_other_data_are_all_told(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-class FailingBatches(PhasedBatches):
+class FailingBatches(TrainBatches):
     """Comes to a row that this host alone reads, and cannot."""
 
     def __next__(self):
@@ -217,7 +216,7 @@ def test_what_one_host_cannot_use_ends_all(host, tokenizer_folder, tmp_path):
     """In the midst of training the other waits for it on its devices."""
     recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
     constants = [QUICK, QUICK]
-    constants[host] = {**QUICK, "train.loop.PhasedBatches": FailingBatches}
+    constants[host] = {**QUICK, "train.loop.TrainBatches": FailingBatches}
     statuses, said = run_hosts(["--config", str(recipe)], tmp_path, constants=constants)
     assert statuses == [2, 2], said
     sentence = "rows-00000.arrayrecord: row 7 is damaged"
@@ -329,31 +328,6 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(stopped, tmp_
     assert said[0].count("reading it once more") == 1
     assert "resumed from step 4" in said[0]
     assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
-
-
-class ReadsOldRows:
-    """A file system that keeps what was read of a file, for some seconds."""
-
-    def __init__(self, seconds):
-        self._seconds, self._asked = seconds, 0.0
-
-    def __call__(self, path):
-        self._asked = self._asked or time.monotonic()
-        old = time.monotonic() < self._asked + self._seconds
-        return "old" if old else hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-@pytest.mark.full
-def test_a_host_does_not_train_on_rows_of_before(tokenizer_folder, tmp_path):
-    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
-    recipe = ["--config", str(write_recipe(config, tmp_path))]
-    soon = {**QUICK, "train.run_files.SEEN_WITHIN_S": 1.0}
-    old = {**soon, "train.run_files._digest": ReadsOldRows(1000.0)}
-    statuses, said = run_hosts(recipe, tmp_path, constants=[soon, old])
-    assert statuses == [2, 2], said
-    for text in said:
-        [sentence] = sentences(text)
-        assert "rows.npz: what host 0 of 2 wrote there is not what host 1 reads" in sentence
 
 
 def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from tests.examples.tiny_run import (
     write_recipe,
 )
 from tests.train.test_checkpoint import biggest_file, flip
-from train.data.manifest import read_manifest
+from train.data.shards import read_manifest
 from train.distributed import AgreedStop
 from train.loop import RunStopped
 from train.loop import train as run_training

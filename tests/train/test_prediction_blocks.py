@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples.data import CHAT, EMBEDDED, NumberedRows, tokenised, write_jsonl
+from tests.examples.data import CHAT, EMBEDDED, NumberedRows, step_rows, tokenised, write_jsonl
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from tests.examples.train_step import OBJECTIVE, assert_same, gradients_of
 from tests.examples.training import BLOCK, packed, random_sample
-from train.data.manifest import MANIFEST, read_manifest
-from train.data.order import StepRows
+from train.data.shards import MANIFEST, read_manifest
 from train.loop import train as run_training
 from train.prediction_blocks import (
     blocks_of_rows,
@@ -170,12 +169,13 @@ def test_a_row_that_needs_more_is_refused_by_name():
             trainable = np.arange(32) < index * BLOCK
             return {**super().__getitem__(index), "trainable": trainable}
 
-    steps = StepRows([(Rows(4, length=32), 1.0)], seed=0, shape=(1, 4), blocks=(BLOCK, 3))
+    config = TrainConfig(rows=4, row_length=32, block_size=BLOCK, prediction_blocks=3)
+    steps = step_rows([(Rows(4, length=32), 1.0)], config)
     read = steps.read(0, range(4))
     by_number = dict(zip(read["tokens"][0, :, 0], read["prediction_blocks"][0], strict=True))
     assert by_number[0].tolist() == [8, 8, 8]
     assert by_number[3].tolist() == [0, 1, 2]
-    steps = StepRows([(Rows(5, length=32), 1.0)], seed=0, shape=(1, 5), blocks=(BLOCK, 3))
+    steps = step_rows([(Rows(5, length=32), 1.0)], dataclasses.replace(config, rows=5))
     with pytest.raises(
         InputError, match="from 0: row 4: 4 blocks have tokens to train on, more than 3"
     ):

@@ -11,7 +11,7 @@ from tests.examples.data import CHAT, EMBEDDED
 from tests.examples.tiny_checkpoint import EOS, write_tiny_checkpoint
 from tests.examples.tiny_run import ARCHITECTURE, tiny_recipe
 from train.data.command import main as tokenize
-from train.data.manifest import read_manifest
+from train.data.shards import read_manifest
 from train.data.tokenizer import save_tokenizer, train_tokenizer
 from train.loop import train
 from train.recipe.config import (

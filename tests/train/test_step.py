@@ -14,6 +14,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples.data import step_rows
 from tests.examples.tiny_run import ARCHITECTURE, metric_lines, tiny_recipe
 from tests.examples.train_step import (
     B1,
@@ -41,9 +42,7 @@ from tests.examples.train_step import (
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from tests.examples.training import PLAIN as MODEL
 from tests.jaxpr_shapes import shapes_in
-from train.data.manifest import read_manifest
-from train.data.order import StepRows
-from train.data.shards import ShardRows
+from train.data.shards import ShardRows, read_manifest
 from train.loop import train as run_training
 from train.optimizer import decayed, make_optimizer
 from train.program import make_program
@@ -366,7 +365,7 @@ def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
     [folder] = map(Path, config.data.sources)
     manifest = read_manifest(folder)
     rows = ShardRows(folder, manifest, 0)
-    steps = StepRows([(rows, 1.0)], seed=config.seed, shape=(2, 2))
+    steps = step_rows([(rows, 1.0)], config)
     for batch, line in enumerate(lines):
         [files] = line["rows"]  # one process
         [(file, named)] = files.items()

@@ -6,16 +6,15 @@ The way of a document, once, by `wedlm tokenize`:
     chunks      files become chunks of records, read with bounded memory, in a fixed order
     samples     a record becomes samples: token ids, and which of them are trained on;
     chat          a conversation through the tokenizer's chat template
-    parts       the input is cut into parts, made apart by any host, so that a job resumes
-    job         samples are packed into rows of one length (`wedlm_jax.packing`)
-    shards      rows become files; manifest: what is in a folder
+    job         samples are packed into rows of one length (`wedlm_jax.packing`), part by part, so
+                  that a job resumes and hosts share it
+    shards      rows become files, and what is in a folder is written beside them
 
 and in every run, by `wedlm train`:
 
     sources     folders are opened and checked, and how often a run reads each
-    order       step s reads these rows: shuffled and mixed by seed and weights
-    batches     each host reads its own rows ahead of the step, and places them on its devices
+    batches     step s reads these rows, shuffled and mixed by seed and weights; each host reads its
+                  own ahead of the step, and places them on its devices
 
-On the devices, `wedlm_jax.corruption` masks the rows. `show` prints rows as text,
-`tokenizer` makes a tokenizer.
+On the devices, `wedlm_jax.corruption` masks the rows. `tokenizer` makes a tokenizer.
 """

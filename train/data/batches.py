@@ -1,107 +1,308 @@
-"""Global batches on the mesh, made ahead of the step from the rows that this host holds; of one
-phase of a run after another."""
+"""Global batches on the mesh, made ahead of the step from the rows that this host holds; the one
+file that knows grain.
+
+In each phase of a run rows stand in one endless order that the seed, the sources and their weights
+decide. The next phase goes on with each source where this one leaves it, so nothing is read twice
+or left out. Some batches of the order may be skipped (`train.recipe.skipped_batches`). So a batch
+is a function of the recipe and of the step's number alone: it is the same for any number of hosts,
+each of which reads its own rows of it, and a run that resumes needs nothing but its step.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import math
 import queue
+import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from typing import Any, NamedTuple, Protocol
 
+import grain
 import jax
 import numpy as np
+from absl import flags
 from jax.sharding import Sharding
 
-from train.data.order import HostBatch, RowSet, StepRows, Stream, read_ahead
-from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase
 from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.corruption import PackedRows
+from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import say
+from wedlm_jax.packing import prediction_blocks
+
+HostBatch = dict[str, np.ndarray]
+
+
+class RowSet(Protocol):
+    """Gives rows by number: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+    def place(self, index: int) -> tuple[str, int]:
+        """Finds the file that holds row ``index``, and its number there, from 0."""
+
 
 RowSets = Sequence[tuple[RowSet, float]]
 """Packed rows, and the share that each set has of a batch."""
 
 
-class TrainBatches:
-    """Yields the batches of a run in order, from step ``start`` on, as global `PackedRows`.
-
-    A batch is a function of the seed, of what the recipe skips and of the step number. Every host
-    reads only the rows that its devices hold; threads or worker processes read ahead, and one
-    thread places what they read on the devices.
-
-    Args:
-      data: the rows to read.
-      config: recipe of the run: shape of a batch, seed, last step, and how to read ahead.
-      sharding: sharding of the arrays ``[A, R, L]``.
-      start: the first step.
-      stop: the step after the last; default: the run's.
-      first: the step with which the order of the rows begins.
-      streams: where the order goes on with each set of rows; default: at its beginning.
-      sources: how many sets of rows the whole run has; as in `StepRows`.
+class Stream(NamedTuple):
+    """The endless sequence of a source's rows, and where a phase goes on with it.
 
     Attributes:
-      input_wait: seconds that `next` has waited for input, all calls together.
+      number: tells the sources of a run apart; with the seed, it decides the sequence.
+      taken: rows that earlier phases take of it.
+    """
+
+    number: int
+    taken: int
+
+
+def streams_of(phases: Sequence[Phase]) -> list[list[Stream]]:
+    """Returns where each phase goes on with its sources, in the order of its recipe."""
+    skipped = SkippedBatches.of(phases[0].config.data.skip)
+    numbers: dict[str, int] = {}
+    taken: dict[str, int] = collections.defaultdict(int)
+    found = []
+    for phase in phases:
+        config, sources = phase.config, phase.config.data.sources
+        found.append(
+            [Stream(numbers.setdefault(name, len(numbers)), taken[name]) for name in sources]
+        )
+        rows = skipped.between(phase.first, phase.stop) * config.accumulation * config.rows
+        if phase is not phases[-1]:
+            for name, count in zip(sources, _taken([*sources.values()], rows), strict=True):
+                taken[name] += count
+    return found
+
+
+def _taken(weights: Sequence[float], rows: int) -> list[int]:
+    """Counts how many of the first ``rows`` rows of a mix come from each of its sets."""
+    places = [
+        grain.MapDataset.range(sys.maxsize).map(functools.partial(_of_set, number))
+        for number in range(len(weights))
+    ]
+    mixed = grain.MapDataset.mix(places, weights)
+    last: dict[int, int] = {}
+    for index in range(rows - 1, -1, -1):
+        number, row = mixed[index]
+        last.setdefault(number, row)
+        if len(last) == len(weights):
+            break
+    return [last.get(number, -1) + 1 for number in range(len(weights))]
+
+
+def _order(
+    seed: int, row_sets: Sequence[tuple[Sized, float]], streams: Sequence[Stream]
+) -> grain.MapDataset:
+    """Yields all rows of a phase without end: each set reshuffled in every epoch of its own, mixed
+    by weight. An element is the number of a row's set here, and its own in the set."""
+    orders = []
+    for number, ((row_set, _), stream) in enumerate(zip(row_sets, streams, strict=True)):
+        order = grain.MapDataset.range(len(row_set)).seed(seed + stream.number).shuffle().repeat()
+        order = order[stream.taken :] if stream.taken else order
+        orders.append(order.map(functools.partial(_of_set, number)))
+    if len(orders) == 1:
+        return orders[0]
+    return grain.MapDataset.mix(orders, [weight for _, weight in row_sets])
+
+
+def _of_set(number: int, row: int) -> tuple[int, int]:
+    return number, int(row)
+
+
+class _Part(NamedTuple):
+    """A phase, its sets of rows, where it goes on with them, and their order."""
+
+    phase: Phase
+    sets: list[RowSet]
+    streams: Sequence[Stream]
+    order: grain.MapDataset
+
+
+class StepRows:
+    """The rows that the steps of a run read, and where they are stored.
+
+    If the run has several sources, each row tells its own, as bool ``[S]``; if blocks are left out
+    of the prediction stream, each has the places of those that are there, ``[P]``.
+
+    Args:
+      phases: phases of the recipe.
+      data: the rows of each phase, in the order of its sources.
+
+    Attributes:
+      stop: the step after the last.
+    """
+
+    def __init__(self, phases: Sequence[Phase], data: Sequence[RowSets]):
+        self._parts = []
+        for phase, row_sets, streams in zip(phases, data, streams_of(phases), strict=True):
+            order = _order(phase.config.seed, row_sets, streams)
+            self._parts.append(_Part(phase, [rows for rows, _ in row_sets], streams, order))
+        self._skipped = SkippedBatches.of(phases[0].config.data.skip)
+        self._sources = 1 + max(one.number for part in self._parts for one in part.streams)
+        self.stop = phases[-1].stop
+
+    def shape(self, step: int) -> tuple[int, int, int]:
+        """Returns (A, R, L) of a step's global batch."""
+        return self._part(step).phase.batch_shape[:3]
+
+    def read(self, step: int, rows: Sequence[int]) -> HostBatch:
+        """Reads those of the R rows of a step, ascending: arrays ``[A, len(rows), ...]``, each with
+        the last axis that it has in a row.
+
+        Raises:
+          InputError: naming a row that cannot be read, or needs more blocks than there is room for.
+        """
+        picked = [self._row(step, *number) for number in self._numbers(step, rows)]
+        leading = (self.shape(step)[0], len(rows))
+        return {
+            name: np.stack([row[name] for row in picked]).reshape(*leading, -1)
+            for name in picked[0]
+        }
+
+    def places(self, step: int, rows: Sequence[int]) -> list[tuple[str, int]]:
+        """Finds these rows of all micro-batches of a step, which are not read: the file and the
+        number there."""
+        sets = self._part(step).sets
+        return [sets[number].place(index) for number, index in self._numbers(step, rows)]
+
+    def _part(self, step: int) -> _Part:
+        return next(part for part in self._parts if step < part.phase.stop)
+
+    def _numbers(self, step: int, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns set and number of the rows of a step, ``[A * len(rows)]``."""
+        part = self._part(step)
+        accumulation, batch_rows, _ = self.shape(step)
+        # Steps are counted from 0 here, so that the batch of step s is the s + 1st of the run.
+        batch = self._skipped.between(part.phase.first, step + 1) - 1
+        turns = range(batch * accumulation, (batch + 1) * accumulation)
+        return [part.order[turn * batch_rows + row] for turn in turns for row in rows]
+
+    def _row(self, step: int, number: int, index: int) -> dict[str, np.ndarray]:
+        part = self._part(step)
+        config, row = part.phase.config, part.sets[number][index]
+        if self._sources > 1:
+            row = row | {"source": np.arange(self._sources) == part.streams[number].number}
+        if config.leaves_blocks_out:
+            try:
+                places = prediction_blocks(
+                    row["trainable"], config.block_size, config.prediction_blocks
+                )
+            except ValueError as error:
+                file, place = part.sets[number].place(index)
+                raise InputError(
+                    f"{file}: row {place}: {error}, as prediction_blocks has"
+                ) from None
+            row = row | {"prediction_blocks": places}
+        return row
+
+
+HeldRows = Mapping[tuple[int, int, int], Sequence[int]]
+"""Which of the R rows a host holds, ascending, by the shape (A, R, L) of a batch."""
+
+
+class _HostSteps:
+    """Gives grain one host's share of step ``start + i`` as element i."""
+
+    def __init__(self, steps: StepRows, held: HeldRows, start: int):
+        self._steps, self._held, self._start = steps, held, start
+
+    def __len__(self) -> int:
+        return max(self._steps.stop - self._start, 0)
+
+    def __getitem__(self, index: Any) -> HostBatch:
+        step = self._start + int(index)
+        return self._steps.read(step, self._held[self._steps.shape(step)])
+
+    def __repr__(self) -> str:
+        return f"_HostSteps({self._start}, {self._steps.stop})"
+
+
+def read_ahead(
+    steps: StepRows, held: HeldRows, start: int, *, workers: int, prefetch: int
+) -> Iterator[HostBatch]:
+    """Yields steps in order, each read before it is asked for.
+
+    Args:
+      steps: what to read.
+      held: the rows of this host.
+      start: the first step.
+      workers: processes that read, whole steps by turns; 0 reads in threads of this one.
+      prefetch: steps that wait ready, at least 1.
+    """
+    source = grain.MapDataset.source(_HostSteps(steps, held, start))  # type: ignore[arg-type]
+    if not workers:
+        options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
+        return iter(source.to_iter_dataset(options))
+    # Grain asks absl for a flag of its own; a program that is no absl app has parsed none.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    one = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+    processes = grain.MultiprocessingOptions(
+        num_workers=workers, per_worker_buffer_size=math.ceil(prefetch / workers)
+    )
+    return iter(source.to_iter_dataset(one).mp_prefetch(processes))
+
+
+class TrainBatches:
+    """Yields the global `PackedRows` of a run's steps in order, and says where batches are skipped.
+
+    Every host reads only the rows that its devices hold; threads or worker processes read ahead,
+    and one thread places what they read on the devices.
+
+    Args:
+      phases: phases of the recipe, which also says how to read ahead.
+      data: the rows of each phase, in the order of its sources.
+      sharding: sharding of the arrays ``[A, R, L]``, whose sizes the phases may change.
+      start: the first step.
 
     Raises:
-      InputError: there are fewer rows than one batch takes; while iterating, a shard that
-        cannot be read.
+      InputError: while iterating, a shard that cannot be read.
     """
 
     def __init__(
         self,
-        data: RowSets,
-        config: TrainConfig,
+        phases: Sequence[Phase],
+        data: Sequence[RowSets],
         sharding: Sharding,
         start: int = 0,
-        *,
-        stop: int | None = None,
-        first: int = 0,
-        streams: Sequence[Stream] | None = None,
-        sources: int = 1,
     ):
-        self.input_wait = 0.0
-        self._shape = (config.accumulation, config.rows, config.row_length)
-        self._sharding = sharding
-        self._steps = StepRows(
-            data,
-            seed=config.seed,
-            shape=self._shape[:2],
-            streams=streams,
-            first=first,
-            skipped=SkippedBatches.of(config.data.skip),
-            sources=sources,
-            blocks=(config.block_size, config.prediction_blocks)
-            if config.leaves_blocks_out
-            else None,
-        )
-        self._rows = host_rows(sharding, self._shape)
+        config, self._sharding, self._step = phases[0].config, sharding, start
+        self._steps = StepRows(phases, data)
+        self._skipped = SkippedBatches.of(config.data.skip)
+        shapes = {phase.batch_shape[:3] for phase in phases if phase.stop > start}
+        self._held = {shape: host_rows(sharding, shape) for shape in shapes}
         self._ahead = read_ahead(
             self._steps,
-            self._rows,
+            self._held,
             start,
-            config.steps if stop is None else stop,
             workers=config.data.workers,
             prefetch=config.data.prefetch,
         )
         self._ready: queue.Queue[Any] = queue.Queue(config.data.prefetch)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="train-batches", daemon=True)
+        self._thread = threading.Thread(
+            target=self._fill, args=(start,), name="train-batches", daemon=True
+        )
         self._thread.start()
 
     def __iter__(self) -> TrainBatches:
         return self
 
     def __next__(self) -> PackedRows:
-        asked = time.perf_counter()
         item = self._ready.get()
-        self.input_wait += time.perf_counter() - asked
         if isinstance(item, BaseException):
             self._ready.put(item)  # a later call must not wait for a thread that has ended
             raise item
+        self._step += 1
+        for first, last in self._skipped.passed_by(self._step):
+            say(f"step {self._step}: batches {first} to {last} are skipped (data.skip)")
         return item
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:
@@ -110,17 +311,15 @@ class TrainBatches:
 
         Nothing is read, and no process has to ask another.
         """
-        places = self._steps.places(step)
         owners: dict[int, list[Any]] = collections.defaultdict(list)
         for device in list[Any](self._sharding.device_set):
             owners[device.process_index].append(device)
         found = []
-        for process in sorted(owners):
+        for _, devices in sorted(owners.items()):
+            rows = host_rows(self._sharding, self._steps.shape(step), devices)
             files: dict[str, list[int]] = collections.defaultdict(list)
-            for row in host_rows(self._sharding, self._shape, owners[process]):
-                for turn in places:
-                    file, number = turn[row]
-                    files[file].append(number)
+            for file, number in self._steps.places(step, rows):
+                files[file].append(number)
             found.append({file: sorted(numbers) for file, numbers in sorted(files.items())})
         return found
 
@@ -141,11 +340,12 @@ class TrainBatches:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fill(self) -> None:
+    def _fill(self, start: int) -> None:
         last: BaseException = StopIteration()
         try:
-            for local in self._ahead:
-                if not self._offer(place_rows(local, self._rows, self._shape, self._sharding)):
+            for step, local in enumerate(self._ahead, start):
+                shape = self._steps.shape(step)
+                if not self._offer(place_rows(local, self._held[shape], shape, self._sharding)):
                     return
         except BaseException as error:
             last = error
@@ -158,69 +358,6 @@ class TrainBatches:
                 self._ready.put(item, timeout=0.05)
                 return True
         return False
-
-
-class PhasedBatches:
-    """Yields the global `PackedRows` of a run's steps, one phase after another, and says where
-    batches are skipped.
-
-    Args:
-      phases: phases of the recipe.
-      data: the rows of each.
-      sharding: sharding of the arrays ``[A, R, L]``, whose sizes the phases may change.
-      start: the first step.
-      sources: as in `TrainBatches`.
-    """
-
-    def __init__(
-        self,
-        phases: Sequence[Phase],
-        data: Sequence[RowSets],
-        sharding: Sharding,
-        start: int = 0,
-        *,
-        sources: int = 1,
-    ):
-        self._left = [(p, d) for p, d in zip(phases, data, strict=True) if p.stop > start]
-        self._sharding, self._step, self._sources = sharding, start, sources
-        self._skipped = SkippedBatches.of(phases[0].config.data.skip)
-        self._phase, self._batches = self._open()
-        self._earlier: list[tuple[int, Callable[[int], list[dict[str, list[int]]]]]] = []
-
-    def _open(self) -> tuple[Phase, TrainBatches]:
-        phase, data = self._left.pop(0)
-        batches = TrainBatches(
-            data,
-            phase.config,
-            self._sharding,
-            start=self._step,
-            stop=phase.stop,
-            first=phase.first,
-            streams=phase.streams,
-            sources=self._sources,
-        )
-        return phase, batches
-
-    def __next__(self) -> PackedRows:
-        if self._step == self._phase.stop and self._left:
-            self._earlier.append((self._phase.stop, self._batches.read_from))
-            self._batches.close()
-            self._phase, self._batches = self._open()
-        self._step += 1
-        for first, last in self._skipped.passed_by(self._step):
-            say(f"step {self._step}: batches {first} to {last} are skipped (data.skip)")
-        return next(self._batches)
-
-    def read_from(self, step: int) -> list[dict[str, list[int]]]:
-        """Returns what `TrainBatches.read_from` does, of any step since the first."""
-        for stop, read_from in self._earlier:
-            if step < stop:
-                return read_from(step)
-        return self._batches.read_from(step)
-
-    def close(self) -> None:
-        """Ends the threads and processes that read ahead."""
-        self._batches.close()
 
 
 def host_rows(

@@ -16,7 +16,7 @@ from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from train.data.manifest import Manifest
+    from train.data.shards import Manifest
 
 EPILOG = """\
 input, by ending; folders are searched, several may be given:
@@ -145,8 +145,7 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
 
     from train.data.chunks import find_input
-    from train.data.job import TokeniseOptions, check_options, tokenise
-    from train.data.parts import MALFORMED
+    from train.data.job import MALFORMED, TokeniseOptions, check_options, tokenise
     from train.data.samples import SampleOptions
     from wedlm_jax.host.processes import find_host
 
@@ -176,8 +175,14 @@ def main(arguments: list[str]) -> int:
         print(f"{len(others)} files of other kinds are not read: {named}", flush=True)
     started = time.monotonic()
     bar = ProgressBar("bytes", percent=True, title="tokenising", console=Console(), every=10.0)
+
+    def show(bytes_read: int, bytes_total: int, tokens: int) -> None:
+        rate = tokens / max(time.monotonic() - started, 1e-9)
+        text = f"{tokens:,} tokens, {rate:,.0f} tokens/s"
+        bar.update(bytes_read, total=bytes_total, text=text)
+
     with bar:
-        made = tokenise(job, TokensBar(bar))
+        made = tokenise(job, show)
     if made is None:
         print(f"{job.host}: its parts are made; host 0 makes {job.output} when all are")
         return 0
@@ -237,7 +242,7 @@ def _mask_tokens(folder: str, made: Manifest) -> str | None:
     model, which decides its mask token."""
     from tokenizers import Tokenizer
 
-    from train.data.manifest import mask_token_in
+    from train.data.shards import mask_token_in
     from train.mask_token import choose_mask_token, named_mask_token
     from wedlm_jax.config import config_from_hf, read_config_json
 
@@ -251,15 +256,3 @@ def _mask_tokens(folder: str, made: Manifest) -> str | None:
     except InputError:
         return None  # no model to train: its tokenizer may serve another
     return mask_token_in(made, "input", token)
-
-
-class TokensBar:
-    """Shows how much of the input is read, and how fast tokens come."""
-
-    def __init__(self, bar: ProgressBar):
-        self._bar, self._started = bar, time.monotonic()
-
-    def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None:
-        rate = tokens / max(time.monotonic() - self._started, 1e-9)
-        text = f"{tokens:,} tokens, {rate:,.0f} tokens/s"
-        self._bar.update(bytes_read, total=bytes_total, text=text)

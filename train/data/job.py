@@ -2,6 +2,11 @@
 
 Worker processes read and tokenise chunks; this process packs the samples in the order of the
 input and writes. So the output is the same, byte for byte, for any number of workers.
+
+A job is cut into parts, so that it resumes and hosts can share it. The input alone decides the
+parts: files that follow one another, about `PART_BYTES` together. Each is tokenised and packed by
+itself, in a folder that appears whole, so any host can make any of them at any time, and the end is
+the same. Until then all lie in a hidden folder beside the output.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -16,29 +22,45 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from train.data.chunks import RecordChunk, chunks, find_input, input_size
-from train.data.manifest import (
-    AddedTokens,
+from train.data.samples import ChunkSamples, SampleMaker, SampleOptions
+from train.data.shards import (
+    MANIFEST,
+    Counts,
     DataShard,
     Manifest,
+    ShardWriter,
+    encode_row,
     read_manifest,
     tokenizer_fingerprint,
+    write_manifest,
 )
-from train.data.parts import MALFORMED, PART, PartCounts, PartFolders, cut_into_parts
-from train.data.samples import ChunkSamples, SampleMaker, SampleOptions, load_tokenizer
-from train.data.shards import ShardWriter, encode_row
-from wedlm_jax.errors import InputError
-from wedlm_jax.host.atomic import replacing, write_json
+from train.data.tokenizer import load_tokenizer
+from wedlm_jax.errors import InputError, file_error
+from wedlm_jax.host.atomic import (
+    create_json,
+    part_folder,
+    replacing,
+    sync_path,
+    write_json,
+    written_beside,
+)
 from wedlm_jax.host.processes import Host
 from wedlm_jax.host.storage import folder_of_this_machine
 from wedlm_jax.packing import TokenisedSample, blocks_to_predict, pack
 from wedlm_jax.records.files import RecordFile
+
+PART_BYTES = 2**30
+MALFORMED = "malformed.jsonl"
+PLAN, PART = "plan.json", "part.json"
+POLL_S = 2.0
 
 SORTED_SAMPLES = 1024
 """So many samples at a time are packed longest first, which fills rows better than their own
@@ -73,30 +95,11 @@ class TokeniseOptions:
     host: Host = dataclasses.field(default_factory=Host)
 
 
-class Watcher(Protocol):
-    """Is told how far the job is, after each chunk."""
-
-    def progress(self, bytes_read: int, bytes_total: int, tokens: int) -> None: ...
+Progress = Callable[[int, int, int], None]
+"""Told after each chunk: bytes of the input that are read, of how many, and tokens made."""
 
 
-class Progress:
-    """Reports how far this host is, over all of its parts.
-
-    Args:
-      watcher: informed of progress.
-      total: bytes of the parts.
-    """
-
-    def __init__(self, watcher: Watcher, total: int):
-        self._watcher, self._total = watcher, total
-        self._bytes = self._tokens = 0
-
-    def add(self, bytes_read: int, tokens: int = 0) -> None:
-        self._bytes, self._tokens = self._bytes + bytes_read, self._tokens + tokens
-        self._watcher.progress(self._bytes, self._total, self._tokens)
-
-
-def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
+def tokenise(options: TokeniseOptions, progress: Progress) -> Manifest | None:
     """Makes the folder of packed rows, whole or not at all, and goes on with what an earlier
     attempt, or another host, has made of it.
 
@@ -109,20 +112,25 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
     """
     check_options(options)
     files = find_input(options.inputs).files
-    tokenizer = load_tokenizer(Path(options.samples.tokenizer))
-    fingerprint = tokenizer_fingerprint(tokenizer)
+    fingerprint = tokenizer_fingerprint(load_tokenizer(Path(options.samples.tokenizer)))
     parts = cut_into_parts(files)
     folders = PartFolders(Path(options.output), _plan(options, parts, fingerprint), len(parts))
     host = options.host
     own = range(host.index, len(parts), host.count)
-    progress = Progress(watcher, sum(input_size(file) for n in own for file in parts[n]))
+    total = sum(input_size(file) for n in own for file in parts[n])
+    read = made = 0
+
+    def note(bytes_read: int, tokens: int = 0) -> None:
+        nonlocal read, made
+        read, made = read + bytes_read, made + tokens
+        progress(read, total, made)
+
     try:
         for number in own:
             if number in folders.missing():
-                added = AddedTokens(tokenizer)
-                _make_part(options, parts[number], folders.part(number), added, progress)
+                _make_part(options, parts[number], folders.part(number), note)
             else:
-                progress.add(sum(map(input_size, parts[number])))
+                note(sum(map(input_size, parts[number])))
     except BaseException:
         if host.count == 1:
             folders.remove_if_empty()
@@ -130,74 +138,51 @@ def tokenise(options: TokeniseOptions, watcher: Watcher) -> Manifest | None:
     if host.index:
         return None
     folders.wait(print)
-    try:
-        folders.finish(functools.partial(_manifest, options, fingerprint))
-    except NoRows:
-        shutil.rmtree(folders.folder, ignore_errors=True)
-        raise
+    folders.finish(functools.partial(_manifest, options, fingerprint))
     return read_manifest(Path(options.output))
 
 
-class NoRows(InputError):
-    """Raised when the input has no usable record."""
-
-
 def _make_part(
-    options: TokeniseOptions,
-    files: Sequence[RecordFile],
-    part: Path,
-    added: AddedTokens,
-    progress: Progress,
+    options: TokeniseOptions, files: Sequence[RecordFile], part: Path, note: Callable[..., None]
 ) -> None:
     """Tokenises and packs some files into a folder of shards, `MALFORMED` and `PART`."""
-    counts, row_length = PartCounts(), options.samples.row_length
+    counts, row_length = Counts(), options.samples.row_length
     with replacing(part) as folder:
         writer = ShardWriter(folder, options.shard_rows)
         with (folder / MALFORMED).open("w", encoding="utf-8") as named:
-            samples = _longest_first(_samples(options, files, counts, named, progress))
+            samples = _longest_first(_samples(options, files, counts, named, note))
             for members in pack(
                 samples, row_length=row_length, block_size=options.block_size, open_rows=OPEN_ROWS
             ):
                 writer.write(encode_row(members))
-                counts.note_row(blocks_to_predict(members, options.block_size))
-                for sample in members:
-                    added.count(sample.tokens)
-        counts.added_tokens = added.by_id()
-        shards, counts.content = writer.finish()
-        counts.shards = [dataclasses.asdict(shard) for shard in shards]
-        write_json(folder / PART, dataclasses.asdict(counts))
+                blocks = blocks_to_predict(members, options.block_size)
+                counts.add(Counts(rows=1, trainable_blocks=blocks, most_trainable_blocks=blocks))
+        shards, content = writer.finish()
+        described = [dataclasses.asdict(shard) for shard in shards]
+        part_of = {"counts": dataclasses.asdict(counts), "content": content, "shards": described}
+        write_json(folder / PART, part_of)
 
 
 def _manifest(
-    options: TokeniseOptions, fingerprint: str, counts: PartCounts, shards: list[DataShard]
+    options: TokeniseOptions,
+    fingerprint: str,
+    counts: Counts,
+    shards: list[DataShard],
+    content: str,
 ) -> Manifest:
-    if not counts.rows:
-        raise NoRows(_nothing(counts))
     row_length = options.samples.row_length
+    counted = dataclasses.asdict(counts)
+    counted["reasons"] = dict(sorted(counts.reasons.items()))
     return Manifest(
         row_length=row_length,
         block_size=options.block_size,
         tokenizer=fingerprint,
-        records=counts.records,
-        samples=counts.samples,
-        rows=counts.rows,
-        tokens=counts.tokens,
-        trainable_tokens=counts.trainable,
         fill=round(counts.tokens / (counts.rows * row_length), 6),
-        malformed=counts.malformed,
-        reasons=dict(sorted(counts.reasons.items())),
         made_with=_made_with(options),
-        trainable_blocks=counts.trainable_blocks,
-        most_trainable_blocks=counts.most_trainable_blocks,
-        added_tokens=counts.added_tokens,
-        unread_keys=counts.unread_keys,
-        turns=counts.turns,
-        changed_turns=counts.changed_turns,
-        first_changed=counts.first_changed,
-        typed=counts.typed,
         turn_end=SampleMaker(options.samples).chat.turn_end if counts.turns else None,
-        content=counts.content,
+        content=content,
         shards=shards,
+        **counted,
     )
 
 
@@ -212,7 +197,7 @@ def _plan(
         "shard_rows": options.shard_rows,
         "made_with": _made_with(options),
         # A part that an earlier version left has not counted all that is counted now.
-        "counts": [field.name for field in dataclasses.fields(PartCounts)],
+        "counts": [field.name for field in dataclasses.fields(Counts)],
         "parts": [[[file.shown, input_size(file)] for file in files] for files in parts],
     }
 
@@ -242,9 +227,9 @@ def check_options(options: TokeniseOptions) -> None:
 def _samples(
     options: TokeniseOptions,
     files: Sequence[RecordFile],
-    counts: PartCounts,
+    counts: Counts,
     named: IO[str],
-    progress: Progress,
+    note: Callable[..., None],
 ) -> Iterator[TokenisedSample]:
     """Yields all samples in order, and writes down what is malformed on the way."""
     stream = (chunk for file in files for chunk in chunks(file))
@@ -253,19 +238,9 @@ def _samples(
             if options.fail_fast:
                 raise InputError(str(what))
             named.write(json.dumps(dataclasses.asdict(what), ensure_ascii=False) + "\n")
-            counts.note(what)
-        counts.records += result.records
-        counts.note_unread(result.unread)
-        counts.turns += result.turns
-        counts.changed_turns += result.changed_turns
-        counts.typed += result.typed
-        counts.first_changed = counts.first_changed or result.first_changed
-        for sample in result.samples:
-            counts.samples += 1
-            counts.tokens += len(sample.tokens)
-            counts.trainable += int(sample.trainable.sum())
-            yield sample
-        progress.add(chunk.bytes_read, sum(len(sample.tokens) for sample in result.samples))
+        counts.add(result.counts)
+        yield from result.samples
+        note(chunk.bytes_read, result.counts.tokens)
 
 
 def _longest_first(samples: Iterator[TokenisedSample]) -> Iterator[TokenisedSample]:
@@ -327,7 +302,125 @@ def _start_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _nothing(counts: PartCounts) -> str:
+def _made_with(options: TokeniseOptions) -> dict[str, Any]:
+    """Returns the settings that decided the rows; not the folders' names, which may change."""
+    settings = dataclasses.asdict(options.samples)
+    for name in ("tokenizer", "row_length"):
+        del settings[name]
+    return settings
+
+
+def cut_into_parts(files: Sequence[RecordFile]) -> list[list[RecordFile]]:
+    """Cuts files, in their order, into parts of at least `PART_BYTES`, but for the last."""
+    parts: list[list[RecordFile]] = [[]]
+    size = 0
+    for file in files:
+        if size >= PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(file)
+        size += input_size(file)
+    return parts
+
+
+class PartFolders:
+    """Keeps the hidden folder in which the parts of one output lie.
+
+    Args:
+      output: the folder to make.
+      plan: all that decides the parts, as JSON has it; hosts and later attempts must have the
+        same one.
+      count: number of parts.
+
+    Raises:
+      InputError: another job with the same output was begun and is not finished.
+    """
+
+    def __init__(self, output: Path, plan: dict[str, Any], count: int):
+        self._output, self._count = output.resolve(), count
+        self.folder = part_folder(output)
+        plan = json.loads(json.dumps(plan))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self.folder / PLAN
+            found = plan if create_json(path, plan) else json.loads(path.read_text("utf-8"))
+        except OSError as error:
+            raise file_error(output, "cannot be written here", error) from None
+        except ValueError as error:
+            raise InputError(f"{self.folder / PLAN}: cannot be read ({error})") from None
+        if found != plan:
+            raise InputError(
+                f"{self.folder}: was begun by a job of other settings or other input; if it is not "
+                "running any more, remove the folder to start over"
+            )
+
+    def part(self, number: int) -> Path:
+        return self.folder / f"part-{number:05d}"
+
+    def missing(self) -> list[int]:
+        """Lists the parts that are not made yet."""
+        if (self.folder / MANIFEST).exists():
+            return []
+        return [n for n in range(self._count) if not (self.part(n) / PART).exists()]
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Returns when all parts are there."""
+        told = None
+        while missing := self.missing():
+            if len(missing) != told:
+                told = len(missing)
+                say(f"{told} of {self._count} parts are not made yet by the other hosts")
+            time.sleep(POLL_S)
+
+    def remove_if_empty(self) -> None:
+        """Leaves nothing where no part was made."""
+        if len(self.missing()) == self._count:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finish(self, describe: Callable[[Counts, list[DataShard], str], Manifest]) -> None:
+        """Makes the output of the parts, which are all there. Killed halfway, it can be called
+        again.
+
+        Raises:
+          InputError: they have no rows; nothing is left of them.
+        """
+        if not (self.folder / MANIFEST).exists():
+            total, shards, content = self._gather()
+            if not shards:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise InputError(_nothing(total))
+            write_manifest(describe(total, shards, content), self.folder)
+        for number in range(self._count):
+            shutil.rmtree(self.part(number), ignore_errors=True)
+        (self.folder / PLAN).unlink(missing_ok=True)
+        if self._output.exists():
+            self._output.rmdir()  # it is empty
+        os.rename(self.folder, self._output)
+        sync_path(self._output.parent)
+
+    def _gather(self) -> tuple[Counts, list[DataShard], str]:
+        parts = [json.loads((self.part(n) / PART).read_text("utf-8")) for n in range(self._count)]
+        total = Counts()
+        for part in parts:
+            total.add(Counts(**part["counts"]))
+        digests = [part["content"] for part in parts if part["shards"]]
+        whole = hashlib.sha256("".join(digests).encode()).hexdigest()
+        content = digests[0] if len(digests) == 1 else whole
+        every = [(n, shard) for n, part in enumerate(parts) for shard in part["shards"]]
+        shards = []
+        for number, (part_number, shard) in enumerate(every):
+            name = f"rows-{number:05d}-of-{len(every):05d}.arrayrecord"
+            file = self.part(part_number) / shard["file"]
+            if file.exists():  # else an earlier attempt has moved it
+                os.rename(file, self.folder / name)
+            shards.append(DataShard(**{**shard, "file": name}))
+        with written_beside(self.folder / MALFORMED) as named:
+            for number in range(self._count):
+                named.write((self.part(number) / MALFORMED).read_bytes())
+        return total, shards, content
+
+
+def _nothing(counts: Counts) -> str:
     if not counts.malformed:
         return "the input has no records"
     worst = max(counts.reasons, key=lambda reason: counts.reasons[reason]["records"])
@@ -335,11 +428,3 @@ def _nothing(counts: PartCounts) -> str:
         f"no record of {counts.records:,} can be used; most often: {worst}, "
         f"as in {counts.reasons[worst]['first'][0]}"
     )
-
-
-def _made_with(options: TokeniseOptions) -> dict[str, Any]:
-    """Returns the settings that decided the rows; not the folders' names, which may change."""
-    settings = dataclasses.asdict(options.samples)
-    for name in ("tokenizer", "row_length"):
-        del settings[name]
-    return settings

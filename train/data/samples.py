@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from train.data.chat import (
     BESIDE,
@@ -24,8 +22,9 @@ from train.data.chat import (
     whole_text,
 )
 from train.data.chunks import Malformed, RecordChunk, records
+from train.data.shards import Counts
+from train.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import InputError, shortened
-from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample
 from wedlm_jax.text import CHANGED, TextCodec
 from wedlm_jax.typed_tokens import MARK
@@ -81,24 +80,11 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSamples:
-    """The samples of a chunk, in its order.
-
-    Attributes:
-      unread: how many of the records that were used have a key that nothing reads, by its name.
-      turns: how many turns of assistants there are.
-      changed_turns: how many of them the chat template did not write as they were.
-      first_changed: the first of these: ``place``, ``written`` and ``became``.
-      typed: how many records spell special tokens in their messages, which are text.
-    """
+    """The samples of a chunk, in its order, what was left out, and what was counted of both."""
 
     samples: list[TokenisedSample]
     malformed: list[Malformed]
-    records: int
-    unread: dict[str, int]
-    turns: int = 0
-    changed_turns: int = 0
-    first_changed: dict[str, str] | None = None
-    typed: int = 0
+    counts: Counts
 
 
 class SampleMaker:
@@ -112,8 +98,12 @@ class SampleMaker:
         self.options = options
         folder = Path(options.tokenizer)
         self.tokenizer = load_tokenizer(folder)
-        self._turns, self._changed, self._spelt = 0, list[tuple[str, str, str]](), 0
-        self._vocabulary = self.tokenizer.get_vocab_size(with_added_tokens=True)
+        self._counts = Counts()
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True).values()
+        self._vocabulary = len(vocabulary)
+        ordinary = set(vocabulary) - set(self.tokenizer.get_added_tokens_decoder())
+        self._ordinary = np.zeros(max(ordinary, default=0) + 2, bool)  # the last: ids beyond
+        self._ordinary[list(ordinary)] = True
 
     @functools.cached_property
     def document_end(self) -> int:
@@ -150,44 +140,41 @@ class SampleMaker:
         """Makes the samples of a chunk in its order; documents are tokenised together."""
         made: list[list[TokenisedSample] | str] = []
         malformed: list[Malformed] = []
-        count = 0
-        self._turns, self._changed, self._spelt = 0, [], 0
         # Of a table only columns with a meaning are read, so that rows do not show the others.
-        unread = collections.Counter(dict.fromkeys(chunk.unread, chunk.count))
+        unread = dict.fromkeys(chunk.unread, chunk.count)
+        self._counts = counts = Counts(unread_keys=unread)
         for line, record in records(chunk):
-            count += 1
+            counts.records += 1
+            if isinstance(record, Malformed):
+                malformed.append(record)
+                continue
             try:
-                made.append(self._one(record, chunk.file.shown, line, unread))
-            except _Refused as refused:
-                malformed.append(refused.what)
+                made.append(self._one(record, f"{chunk.file.shown}:{line}"))
+            except Wrong as wrong:
+                malformed.append(Malformed(chunk.file.shown, line, *wrong.args))
+        for what in malformed:
+            place = f"{what.file}:{what.line}" if what.line else what.file
+            first = {"records": 1, "first": [place]}
+            counts.add(Counts(malformed=1, reasons={what.reason: first}))
         texts = [one for one in made if isinstance(one, str)]
         documents = iter(self.tokenizer.encode_batch_fast(texts)) if texts else iter(())
         samples: list[TokenisedSample] = []
         for one in made:
             samples += self._pieces(next(documents).ids) if isinstance(one, str) else one
-        first = None
-        if self._changed:
-            first = dict(zip(("place", "written", "became"), self._changed[0], strict=True))
-        return ChunkSamples(
-            *(samples, malformed, count, dict(unread)),
-            *(self._turns, len(self._changed), first, self._spelt),
-        )
+        counts.samples = len(samples)
+        for sample in samples:
+            counts.tokens += len(sample.tokens)
+            counts.trainable_tokens += int(sample.trainable.sum())
+            added = sample.tokens[
+                ~self._ordinary[np.minimum(sample.tokens, self._ordinary.size - 1)]
+            ]
+            for token in map(str, added.tolist()):
+                counts.added_tokens[token] = counts.added_tokens.get(token, 0) + 1
+        return ChunkSamples(samples, malformed, counts)
 
-    def _one(
-        self,
-        record: dict[str, Any] | str | Malformed,
-        file: str,
-        line: int,
-        unread: collections.Counter[str],
-    ) -> list[TokenisedSample] | str:
+    def _one(self, record: dict[str, Any] | str, place: str) -> list[TokenisedSample] | str:
         """Returns samples, or the text of a document, which is tokenised with others; counts keys
         that are not read."""
-        if isinstance(record, Malformed):
-            raise _Refused(record)
-
-        def refuse(reason: str, detail: str = "") -> _Refused:
-            return _Refused(Malformed(file, line, reason, detail))
-
         if isinstance(record, str):
             record = {"text": record}
         wanted = self.options.format
@@ -195,36 +182,34 @@ class SampleMaker:
         keys = [key for key in known if _has(record, key)]
         if not keys:
             missing = f"no {known[0]!r}" if len(known) == 1 else f"none of {', '.join(known)}"
-            raise refuse("missing key", missing)
+            raise Wrong("missing key", missing)
         if len(keys) > 1:
-            raise refuse("several formats", f"{' and '.join(keys)}; choose one with --format")
-        try:
-            key, kind = keys[0], KEYS[keys[0]]
-            # Each would change the sample if it stood beside another key; dropped, it makes the
-            # wrong one.
-            there = [other for other in KEYS if _has(record, other)]
-            meant = {name for other in there for name in BESIDE_OF[KEYS[other]]}
-            for name in (name for names in BESIDE_OF.values() for name in names):
-                if name in record and name not in meant:
-                    raise Wrong("unused key", f"{name!r} has no meaning beside {key!r}")
-            meant |= {name for other in there for name in (other, *PAIRS.get(other, ()))}
-            extra = [name for name in record if name not in meant]
-            if kind == "text":
-                made: list[TokenisedSample] | str = whole_text(record["text"], "text")
-            elif kind == "chat":
-                conversation = Conversation.of_record(record, key)
-                made = [self._conversation(conversation, f"{file}:{line}")]
-                extra += conversation.unread
-            elif kind == "pairs":
-                made = [self._pair(*pair_of(record, key), record, f"{file}:{line}")]
-            elif kind == "completions":
-                made = self._completions(record)
-                extra = [name for name in extra if name != "samples"]
-            else:
-                made = self._token_ids(record)
-        except Wrong as wrong:
-            raise refuse(*wrong.args) from None
-        unread.update(extra)
+            raise Wrong("several formats", f"{' and '.join(keys)}; choose one with --format")
+        key, kind = keys[0], KEYS[keys[0]]
+        # Each would change the sample if it stood beside another key; dropped, it makes the
+        # wrong one.
+        there = [other for other in KEYS if _has(record, other)]
+        meant = {name for other in there for name in BESIDE_OF[KEYS[other]]}
+        for name in (name for names in BESIDE_OF.values() for name in names):
+            if name in record and name not in meant:
+                raise Wrong("unused key", f"{name!r} has no meaning beside {key!r}")
+        meant |= {name for other in there for name in (other, *PAIRS.get(other, ()))}
+        extra = [name for name in record if name not in meant]
+        if kind == "text":
+            made: list[TokenisedSample] | str = whole_text(record["text"], "text")
+        elif kind == "chat":
+            conversation = Conversation.of_record(record, key)
+            made = [self._conversation(conversation, place)]
+            extra += conversation.unread
+        elif kind == "pairs":
+            made = [self._pair(*pair_of(record, key), record, place)]
+        elif kind == "completions":
+            made = self._completions(record)
+            extra = [name for name in extra if name != "samples"]
+        else:
+            made = self._token_ids(record)
+        unread = self._counts.unread_keys
+        unread |= {name: unread.get(name, 0) + 1 for name in extra}
         return made
 
     def _conversation(self, conversation: Conversation, place: str) -> TokenisedSample:
@@ -246,11 +231,19 @@ class SampleMaker:
         sample = self._fitting(
             self.chat.tokenised(whole, spans, train_on_prompt=self.options.train_on_prompt)
         )
-        self._spelt += spelt
-        self._turns += len(spans)
-        for one, other in self.chat.changed(messages, whole, spans):
-            written, became = one.replace(MARK, ""), other.replace(MARK, "")
-            self._changed.append((place, shortened(written, SHOWN), shortened(became, SHOWN)))
+        changed = self.chat.changed(messages, whole, spans)
+        first = None
+        if changed:
+            written, became = (shortened(text.replace(MARK, ""), SHOWN) for text in changed[0])
+            first = {"place": place, "written": written, "became": became}
+        self._counts.add(
+            Counts(
+                turns=len(spans),
+                changed_turns=len(changed),
+                first_changed=first,
+                typed=int(spelt),
+            )
+        )
         return sample
 
     def _pair(
@@ -333,31 +326,3 @@ def _has(record: Mapping[str, Any], key: str) -> bool:
     """Returns whether a record holds what a key says: a prompt alone, as beside messages, is not a
     pair."""
     return key in record and (key not in PAIRS or PAIRS[key][0] in record)
-
-
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """Loads the tokenizer of a folder, so that it cuts nothing off and pads nothing.
-
-    Raises:
-      InputError: naming the file that is missing or malformed.
-    """
-    path = folder / "tokenizer.json"
-    if not path.exists():
-        raise InputError(why_absent(folder, path.name))
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:
-        # The parser raises a bare Exception.
-        reason = shortened(str(error))
-        raise InputError(f"{path}: the tokenizer is truncated or malformed ({reason})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-class _Refused(Exception):
-    """Carries a `Malformed` out of the code that makes a sample."""
-
-    def __init__(self, what: Malformed):
-        super().__init__(what)
-        self.what = what

@@ -1,27 +1,215 @@
-"""Folders of packed rows: ArrayRecord shards, written in order, read by row number.
+"""Folders of packed rows: what is in one, how its rows are written and read, and `wedlm rows`.
 
-A shard is ``rows-00000-of-00008.arrayrecord``; a record in it is one row. Its bytes are, all
-little-endian: how many samples there are, the length of each, then their tokens one after another
-(uint32 each), then their trainable flags, eight to a byte. Padding, positions and segment ids
-follow from the lengths, because every sample begins at a multiple of the block size.
+`dataset.json` says what a folder holds and how it was made. The rows are in ArrayRecord shards,
+such as ``rows-00000-of-00008.arrayrecord``, written in order and read by row number. A record is
+one row. Its bytes are, all little-endian: how many samples there are, the length of each, then
+their tokens one after another (uint32 each), then their trainable flags, eight to a byte. Padding,
+positions and segment ids follow from the lengths, because every sample begins at a multiple of the
+block size.
 """
 
 from __future__ import annotations
 
 import bisect
+import collections
+import dataclasses
 import hashlib
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
-from array_record.python.array_record_module import ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from tokenizers import Tokenizer
 
-from train.data.manifest import DataShard, Manifest
 from wedlm_jax.errors import InputError, StorageFailure, shortened
+from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample, row_arrays
+
+MANIFEST = "dataset.json"
+VERSION = 1
+
+DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model")
+"""The parts of a tokenizer.json that turn a text into ids."""
+
+MOST_UNREAD = 50
+"""Names of keys that are counted, before the rest is counted together."""
+OTHERS = "(others)"
+FIRST_NAMED = 5
+"""Malformed records that are named for each reason."""
+
+
+@dataclasses.dataclass
+class Counts:
+    """What is counted of records and of the rows that they fill: of a chunk of the input, a part of
+    a job, or a whole folder. The names are those of `Manifest`."""
+
+    records: int = 0
+    samples: int = 0
+    rows: int = 0
+    tokens: int = 0
+    trainable_tokens: int = 0
+    trainable_blocks: int = 0
+    most_trainable_blocks: int = 0
+    malformed: int = 0
+    reasons: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    added_tokens: dict[str, int] = dataclasses.field(default_factory=dict)
+    unread_keys: dict[str, int] = dataclasses.field(default_factory=dict)
+    turns: int = 0
+    changed_turns: int = 0
+    first_changed: dict[str, str] | None = None
+    typed: int = 0
+
+    def add(self, other: Counts) -> None:
+        """Adds what was counted of what follows."""
+        most = max(self.most_trainable_blocks, other.most_trainable_blocks)
+        for name in (field.name for field in dataclasses.fields(self)):
+            if isinstance(value := getattr(self, name), int):
+                setattr(self, name, value + getattr(other, name))
+        self.most_trainable_blocks = most
+        self.first_changed = self.first_changed or other.first_changed
+        if other.added_tokens:
+            total = collections.Counter(self.added_tokens) + collections.Counter(other.added_tokens)
+            self.added_tokens = dict(sorted(total.items(), key=lambda item: int(item[0])))
+        for key, records in other.unread_keys.items():
+            name = shortened(key, 60)
+            if name not in self.unread_keys and len(self.unread_keys) >= MOST_UNREAD:
+                name = OTHERS
+            self.unread_keys[name] = self.unread_keys.get(name, 0) + records
+        for reason, found in other.reasons.items():
+            known = self.reasons.setdefault(reason, {"records": 0, "first": []})
+            known["records"] += found["records"]
+            known["first"] = [*known["first"], *found["first"]][:FIRST_NAMED]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataShard:
+    """Describes one file of rows."""
+
+    file: str
+    rows: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The content of a `dataset.json`.
+
+    Attributes:
+      row_length, block_size: L and B of the packed rows.
+      tokenizer: its `tokenizer_fingerprint`.
+      records: records that were read, the malformed included.
+      samples: samples in the rows; a long document is several.
+      rows: packed rows.
+      tokens, trainable_tokens: in the rows, without padding.
+      fill: tokens / (rows * row_length).
+      malformed: records left out; reasons: how many for each, and where the first ones stand.
+      made_with: the settings that decided the rows.
+      trainable_blocks: blocks with a trainable token, in the rows together; None in folders of
+        earlier versions.
+      most_trainable_blocks: in one row.
+      added_tokens: how often each id occurs that the tokenizer has as an added token, or not at
+        all; None in folders of earlier versions. A mask token should not be among them.
+      unread_keys: how many records have a key that is not read, by its name; None in folders of
+        earlier versions.
+      turns, changed_turns, first_changed: turns of assistants; how many of them the chat template
+        did not write as they were, and the first: ``place``, ``written`` and ``became``.
+      typed: records that spell special tokens in their messages, which are text.
+      turn_end: the token that ends them; None where there are no conversations, and in folders of
+        earlier versions.
+      content: SHA-256 of all rows in order.
+      shards: the files in order.
+    """
+
+    row_length: int
+    block_size: int
+    tokenizer: str
+    records: int
+    samples: int
+    rows: int
+    tokens: int
+    trainable_tokens: int
+    fill: float
+    malformed: int
+    reasons: dict[str, dict[str, Any]]
+    made_with: dict[str, Any]
+    content: str
+    shards: list[DataShard]
+    version: int = VERSION
+    added_tokens: dict[str, int] | None = None
+    trainable_blocks: int | None = None
+    most_trainable_blocks: int | None = None
+    unread_keys: dict[str, int] | None = None
+    turns: int = 0
+    changed_turns: int = 0
+    first_changed: dict[str, str] | None = None
+    turn_end: int | None = None
+    typed: int = 0
+
+
+def write_manifest(manifest: Manifest, folder: Path) -> None:
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of a folder, and checks that its shards are there and of their sizes.
+
+    Raises:
+      InputError: naming the folder or the file that is missing, cut off or of another version.
+    """
+    path = folder / MANIFEST
+    if folder.is_file():
+        raise InputError(
+            f"{folder}: is a file; run `wedlm tokenize --input {folder}` on it first, and name the "
+            "folder that it makes"
+        )
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        version = fields["version"]
+        if version != VERSION:
+            raise InputError(f"{path}: version {version!r}, where {VERSION} is read here")
+        manifest = Manifest(**{**fields, "shards": [DataShard(**one) for one in fields["shards"]]})
+    except FileNotFoundError:
+        raise InputError(f"{why_absent(folder, MANIFEST)}; `wedlm tokenize` makes one") from None
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: not a manifest of packed rows ({error})") from None
+    for shard in manifest.shards:
+        file = folder / shard.file
+        size = file.stat().st_size if file.is_file() else None
+        if size != shard.bytes:
+            found = "missing" if size is None else f"of {size:,} bytes"
+            raise InputError(f"{file}: {found}, where {path} says {shard.bytes:,} bytes")
+    return manifest
+
+
+def mask_token_in(manifest: Manifest, folder: str, token_id: int) -> str | None:
+    """Returns a line to tell if clean text has the mask token, or nobody counted; else None."""
+    if manifest.added_tokens is None:
+        return f"{folder}: tokenised by an earlier version; whether it has mask tokens is not known"
+    count = manifest.added_tokens.get(str(token_id), 0)
+    if not count:
+        return None
+    return (
+        f"{folder}: the text has the mask token {token_id} {count:,} times, and the model would "
+        "read each as a mask; leave those records out, or name another token as model.mask_token"
+    )
+
+
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
+    """Distinguishes tokenizers by all that decides the ids of a text.
+
+    Two files that differ in layout, or in what is done with ids afterwards, have the same one.
+    """
+    content = json.loads(tokenizer.to_str())
+    decisive = {name: content.get(name) for name in DECISIVE}
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
 
 _WORD = np.dtype("<u4")
 
@@ -181,3 +369,60 @@ class ShardRows:
 
     def __repr__(self) -> str:
         return f"ShardRows({self._folder}, {self.manifest.content})"
+
+
+def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
+    """Reads the samples of each of these rows.
+
+    Args:
+      file: a shard.
+      rows: their numbers in it, from 0.
+
+    Raises:
+      InputError: the file is not there or is none, or it has no row of such a number.
+    """
+    if not file.is_file():
+        raise InputError(f"{file}: no such file")
+    try:
+        reader = ArrayRecordReader(str(file))
+        if not reader.ok():
+            raise ValueError("it has no ending")
+        count = int(reader.num_records())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{file}: no file of packed rows ({shortened(str(error))})") from None
+    if wrong := [row for row in rows if not 0 <= row < count]:
+        raise InputError(f"{file}: no row {wrong[0]}; it has rows 0 to {count - 1}")
+    try:
+        return [decode_samples(record) for record in reader.read(rows)]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InputError(f"{file}: a row cannot be read ({shortened(str(error))})") from None
+
+
+def main(arguments: list[str]) -> int:
+    """Runs `wedlm rows`: prints packed rows as text, for a person who looks for a document."""
+    from train.data.tokenizer import load_tokenizer
+    from wedlm_jax.checkpoint.open import packaged
+    from wedlm_jax.host.command_line import CommandParser
+
+    parser = CommandParser(
+        prog="wedlm rows",
+        description="Shows packed rows as text, sample by sample: those that skipped.jsonl names,\n"
+        "for one.",
+        epilog="example:\n"
+        "  wedlm rows data/corpus/rows-00000-of-00008.arrayrecord 17 204 --tokenizer Qwen3-8B",
+    )
+    parser.add_argument("file", type=Path, help="a shard of `wedlm tokenize`")
+    parser.add_argument("rows", nargs="+", type=int, metavar="ROW", help="its number, from 0")
+    parser.add_argument(
+        "--tokenizer", required=True, type=Path, metavar="DIR", help="folder of tokenizer.json"
+    )
+    options = parser.parse_args(arguments)
+    tokenizer = load_tokenizer(Path(packaged(options.tokenizer)))
+    for row, samples in zip(options.rows, read_rows(options.file, options.rows), strict=True):
+        for number, sample in enumerate(samples, 1):
+            print(
+                f"== row {row}, sample {number} of {len(samples)}: {len(sample.tokens)} tokens, "
+                f"{int(sample.trainable.sum())} trained on"
+            )
+            print(tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False))
+    return 0

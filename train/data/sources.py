@@ -1,17 +1,13 @@
-"""The folders that a recipe trains on: checked against the recipe, mixed by weight, and how often a
-run reads each.
-"""
+"""The folders that a recipe trains on: checked against it, and how often a run reads each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from train.data.manifest import Manifest, read_manifest, tokenizer_fingerprint
-from train.data.order import check_rows
-from train.data.shards import ShardRows
+from train.data.batches import streams_of
+from train.data.shards import ShardRows, read_manifest, tokenizer_fingerprint
 from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase, phases_of
 from train.recipe.skipped_batches import SkippedBatches
@@ -23,8 +19,9 @@ from wedlm_jax.host.storage import folder_of_this_machine
 
 def open_sources(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
-) -> list[tuple[ShardRows, float]]:
-    """Opens ``data.sources`` of a recipe.
+) -> list[list[tuple[ShardRows, float]]]:
+    """Opens ``data.sources`` of all phases of a recipe, and says what each holds; rows are not read
+    yet.
 
     Args:
       config: the recipe.
@@ -32,53 +29,42 @@ def open_sources(
       pad_token_id: what padding holds.
 
     Returns:
-      the rows of each folder, and their weight.
+      the rows of each folder, and their weight, phase by phase.
 
     Raises:
-      InputError: a folder that is none of packed rows, or of rows with another length, block
-        size or tokenizer than the recipe's.
+      InputError: as `open_folder`; or a phase has fewer rows than one of its batches takes.
     """
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    opened = []
-    for name, weight in config.data.sources.items():
-        folder = folder_of_this_machine(name, "data.sources")
-        manifest = _fitting_manifest(folder, config, fingerprint)
-        opened.append((ShardRows(folder, manifest, pad_token_id), weight))
-    return opened
-
-
-def check_sources(config: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Refuses folders, of all phases and of the evaluation, that `open_sources` would refuse, or
-    that hold too few rows, and says what each holds that is trained on; reads their manifests
-    alone.
-
-    Raises:
-      InputError: as `open_sources` and `train.data.order.check_rows`.
-    """
-    fingerprint = tokenizer_fingerprint(tokenizer)
-    told = []
+    opened, told = [], []
     for phase in phases_of(config):
         own, sets = phase.config, []
         total = sum(own.data.sources.values())
         for name, weight in own.data.sources.items():
-            folder = folder_of_this_machine(name, "data.sources")
-            manifest = _fitting_manifest(folder, own, fingerprint)
-            sets.append((range(manifest.rows), weight))
+            rows = open_folder(name, own, tokenizer, pad_token_id)
+            sets.append((rows, weight))
             told.append(
-                f"{folder}: {weight / total:.1%} of the rows; {manifest.rows:,} rows, "
-                f"{manifest.tokens:,} tokens, {manifest.fill:.1%} filled"
+                f"{name}: {weight / total:.1%} of the rows; {len(rows):,} rows, "
+                f"{rows.manifest.tokens:,} tokens, {rows.manifest.fill:.1%} filled"
             )
-        if sets:
-            check_rows(sets, own.rows * own.accumulation)
-    if config.evaluation.every and config.evaluation.source is not None:
-        folder = folder_of_this_machine(config.evaluation.source, "data.sources")
-        _fitting_manifest(folder, config, fingerprint)
+        count, batch = sum(len(rows) for rows, _ in sets), own.rows * own.accumulation
+        if count < batch:
+            raise InputError(f"data: {count} packed rows are fewer than one batch of {batch}")
+        opened.append(sets)
     for line in dict.fromkeys(told):  # phases may share folders
         say(line)
+    return opened
 
 
-def _fitting_manifest(folder: Path, config: TrainConfig, fingerprint: str) -> Manifest:
-    manifest = read_manifest(folder)
+def open_folder(
+    name: str, config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
+) -> ShardRows:
+    """Opens a folder of packed rows.
+
+    Raises:
+      InputError: it is none, or one of rows with another length, block size or tokenizer than the
+        recipe's.
+    """
+    folder = folder_of_this_machine(name, "data.sources")
+    manifest, fingerprint = read_manifest(folder), tokenizer_fingerprint(tokenizer)
     for field in ("row_length", "block_size"):
         theirs, ours = getattr(manifest, field), getattr(config, field)
         if theirs != ours:
@@ -92,7 +78,7 @@ def _fitting_manifest(folder: Path, config: TrainConfig, fingerprint: str) -> Ma
             f"{folder}: made with another tokenizer "
             f"({manifest.tokenizer[:12]}) than the model's ({fingerprint[:12]})"
         )
-    return manifest
+    return ShardRows(folder, manifest, pad_token_id)
 
 
 MANY = 4.0
@@ -109,19 +95,19 @@ class Epochs:
     """
 
     def __init__(self, phases: Sequence[Phase], rows: Mapping[str, int]):
-        self._phases, self._rows = phases, rows
+        self._phases, self._rows = list(zip(phases, streams_of(phases), strict=True)), rows
         self._skipped = SkippedBatches.of(phases[0].config.data.skip)
 
     def after(self, step: int) -> dict[str, float]:
         """Returns the epochs of each source that the first ``step`` steps take, to a row or two."""
         read = dict.fromkeys(self._rows, 0.0)
-        for phase in self._phases:
+        for phase, streams in self._phases:
             if phase.first >= step:
                 break
             batches = self._skipped.between(phase.first, min(step, phase.stop))
             rows = batches * phase.config.accumulation * phase.config.rows
             sources = phase.config.data.sources
-            for (name, weight), stream in zip(sources.items(), phase.streams, strict=True):
+            for (name, weight), stream in zip(sources.items(), streams, strict=True):
                 read[name] = stream.taken + rows * weight / sum(sources.values())
         return {name: count / self._rows[name] for name, count in read.items()}
 
@@ -132,7 +118,7 @@ class Epochs:
     def lines(self, done: int) -> list[str]:
         """Reports to a run with ``done`` completed steps what it takes of each source, and warns
         where that is much."""
-        whole, now = self.after(self._phases[-1].stop), self.after(done)
+        whole, now = self.after(self._phases[-1][0].stop), self.after(done)
         lines = []
         for name, epochs in whole.items():
             lines.append(

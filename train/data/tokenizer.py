@@ -1,5 +1,5 @@
-"""`wedlm tokenizer`: learns a tokenizer from texts and conversations: byte-level BPE in Hugging
-Face's files, with a chat template and a mask.
+"""Tokenizers are loaded here, and made: `wedlm tokenizer` learns byte-level BPE from texts and
+conversations, in Hugging Face's files, with a chat template and a mask.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from wedlm_jax.errors import InputError, counted
+from wedlm_jax.errors import InputError, counted, shortened
 from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.storage import why_absent
 
 if TYPE_CHECKING:
     from train.data.chunks import Malformed
@@ -85,6 +86,26 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int = 1024) -
     }
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Loads the tokenizer of a folder, so that it cuts nothing off and pads nothing.
+
+    Raises:
+      InputError: naming the file that is missing or malformed.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise InputError(why_absent(folder, path.name))
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        # The parser raises a bare Exception.
+        reason = shortened(str(error))
+        raise InputError(f"{path}: the tokenizer is truncated or malformed ({reason})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 EPILOG = """\

@@ -1,19 +1,15 @@
-"""The phases of a run: what changes at given steps, and what each then reads.
+"""The phases of a run: what changes at given steps.
 
 A recipe is its own first phase. In a later one some fields have other values; the rest stays as
-it was. A source goes on where the phase before left it, so nothing is read twice or left out:
-which rows a step reads depends on the seed, the recipe's phases and the step alone.
+it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
-from train.data.order import Stream, rows_taken
 from train.recipe.config import TrainConfig
-from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.errors import InputError
 
 
@@ -24,13 +20,11 @@ class Phase:
     Attributes:
       first, stop: its first step, and the one after its last, from 0.
       config: the recipe as it is within, without phases.
-      streams: where each of its sources goes on, in the order of ``config.data.sources``.
     """
 
     first: int
     stop: int
     config: TrainConfig
-    streams: tuple[Stream, ...]
 
     @property
     def batch_shape(self) -> tuple[int, int, int, int]:
@@ -65,16 +59,12 @@ def phases_of(config: TrainConfig) -> list[Phase]:
             raise InputError(f"{name}.learning_rate: optimizer.learning_rate is 0, for good")
         configs.append((section.from_step, _changed(whole, section)))
     ends = [first for first, _ in configs[1:]] + [config.steps]
-    stretches = [(first, end, one) for (first, one), end in zip(configs, ends, strict=True)]
-    skipped = SkippedBatches.of(config.data.skip)
-    batches = [(one, skipped.between(first, end)) for first, end, one in stretches]
-    streams = _streams(batches, source_names(config))
-    return [Phase(*stretch, found) for stretch, found in zip(stretches, streams, strict=True)]
+    return [Phase(first, end, one) for (first, one), end in zip(configs, ends, strict=True)]
 
 
 def source_names(config: TrainConfig) -> list[str]:
-    """Lists the sources of a recipe's phases by the numbers of their streams; "" stands for those
-    that a recipe leaves open, which is enough to compile it."""
+    """Lists the sources of a recipe's phases, in their order; "" stands for those that a recipe
+    leaves open, which is enough to compile it."""
     named = [config.data.sources, *(phase.sources for phase in config.phases)]
     return list(dict.fromkeys(name for sources in named for name in sources)) or [""]
 
@@ -97,19 +87,3 @@ def _changed(config: TrainConfig, section: Any) -> TrainConfig:
     if section.learning_rate is not None:
         optimizer = dataclasses.replace(optimizer, learning_rate=section.learning_rate)
     return dataclasses.replace(config, data=data, optimizer=optimizer, **sizes)
-
-
-def _streams(
-    phases: Sequence[tuple[TrainConfig, int]], names: Sequence[str]
-) -> list[tuple[Stream, ...]]:
-    """Returns where the sources of each phase continue, given its recipe and how many batches it
-    has, skipped ones too."""
-    taken: dict[str, int] = {}
-    found = []
-    for config, batches in phases:
-        sources = config.data.sources or {"": 1.0}
-        found.append(tuple(Stream(names.index(name), taken.get(name, 0)) for name in sources))
-        rows = batches * config.accumulation * config.rows
-        for name, count in zip(sources, rows_taken(list(sources.values()), rows), strict=True):
-            taken[name] = taken.get(name, 0) + count
-    return found

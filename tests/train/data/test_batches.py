@@ -2,16 +2,14 @@
 
 import dataclasses
 import threading
-import time
 from collections import Counter
 
 import jax
 import numpy as np
 import pytest
 
-from tests.examples.data import NumberedRows
-from train.data.batches import TrainBatches, host_rows, place_rows
-from train.data.order import StepRows, read_ahead
+from tests.examples.data import NumberedRows, one_phase, step_rows
+from train.data.batches import TrainBatches, host_rows, place_rows, read_ahead
 from train.recipe.config import DataSection, TrainConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.sharding import batch_sharding, make_mesh
@@ -27,11 +25,15 @@ CONFIG = TrainConfig(
 )
 DATA = [(NumberedRows(40), 0.75), (NumberedRows(30, first=100), 0.25)]
 SHAPE = (2, 8, 4)
-STEPS = StepRows(DATA, seed=3, shape=(2, 8))
+STEPS = step_rows(DATA, CONFIG)
 
 
 def expected(step):
     return STEPS.read(step, range(8))
+
+
+def batches_of(sets, sharding, start=0):
+    return TrainBatches(one_phase(sets, CONFIG), [sets], sharding, start)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def mesh():
 
 def test_batches_on_a_mesh_are_the_steps_of_the_order(mesh):
     sharding = batch_sharding(mesh)
-    with TrainBatches(DATA, CONFIG, sharding, start=9) as batches:
+    with batches_of(DATA, sharding, start=9) as batches:
         read = list(batches)
         with pytest.raises(StopIteration):
             next(batches)
@@ -65,7 +67,12 @@ def test_every_host_reads_its_devices_rows_only_and_all_make_one_batch(mesh, hos
         rows = host_rows(sharding, SHAPE, own)
         assert len(rows) == 8 // hosts
         local = STEPS.read(5, rows)
-        arrays |= shards_of(local, rows, sharding, own)
+        # The others' rows are filled with nonsense.
+        whole = {name: np.full((2, 8, x.shape[-1]), -1, x.dtype) for name, x in local.items()}
+        for name, x in local.items():
+            whole[name][:, rows] = x
+        here = place_rows(whole, range(8), SHAPE, sharding).tokens
+        arrays |= {s.device: s.data for s in here.addressable_shards if s.device in own}
     placed = jax.make_array_from_single_device_arrays(SHAPE, sharding, list(arrays.values()))
     np.testing.assert_array_equal(placed, expected(5)["tokens"])
 
@@ -102,7 +109,7 @@ def test_the_rows_of_each_host_are_told_by_file_and_number(mesh, monkeypatch):
     def told(files):
         return sorted(int(f.split()[1]) + n for f, numbers in files.items() for n in numbers)
 
-    with TrainBatches(DATA, CONFIG, sharding, start=9) as batches:
+    with batches_of(DATA, sharding, start=9) as batches:
         [alone] = batches.read_from(5)
         assert list(alone) == ["from 0", "from 100"]
         assert told(alone) == sorted(wanted.reshape(-1).tolist())
@@ -112,15 +119,6 @@ def test_the_rows_of_each_host_are_told_by_file_and_number(mesh, monkeypatch):
     assert told(second) == sorted(wanted[:, 4:].reshape(-1).tolist())
 
 
-def shards_of(local, rows, sharding, own):
-    """What a host of these devices puts on each; the others' rows are filled with nonsense."""
-    full = {name: np.full(SHAPE, -1, array.dtype) for name, array in local.items()}
-    for name, array in local.items():
-        full[name][:, rows] = array
-    placed = place_rows(full, range(8), SHAPE, sharding).tokens
-    return {s.device: s.data for s in placed.addressable_shards if s.device in own}
-
-
 class BrokenRows(NumberedRows):
     def __getitem__(self, index):
         raise InputError("rows-00000: row 7 cannot be read")
@@ -128,25 +126,17 @@ class BrokenRows(NumberedRows):
 
 def test_what_cannot_be_read_is_raised_where_the_batch_is_asked_for():
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with TrainBatches([(BrokenRows(40), 1.0)], CONFIG, place) as batches:
+    with batches_of([(BrokenRows(40), 1.0)], place) as batches:
         for _ in range(2):
             with pytest.raises(InputError, match="row 7 cannot be read"):
                 next(batches)
 
 
-class SlowRows(NumberedRows):
-    def __getitem__(self, index):
-        time.sleep(0.005)
-        return super().__getitem__(index)
-
-
-def test_waiting_for_input_is_counted_and_closing_ends_the_reading():
+def test_closing_ends_the_reading():
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     threads = threading.active_count()
-    batches = TrainBatches([(SlowRows(40), 1.0)], CONFIG, place)
-    assert batches.input_wait == 0
+    batches = batches_of(DATA, place)
     next(batches)
-    assert batches.input_wait > 0.03  # sixteen rows of 5 ms, from when the reading began
     batches.close()
     batches.close()
     with pytest.raises(StopIteration):
@@ -159,7 +149,8 @@ A, R = 2, 3
 
 
 def steps_of(*sets, seed=4, shape=(A, R)):
-    return StepRows(sets, seed=seed, shape=shape)
+    config = dataclasses.replace(CONFIG, steps=25, seed=seed, accumulation=shape[0], rows=shape[1])
+    return step_rows(sets, config)
 
 
 def numbers(steps, step, rows=range(R)):
@@ -176,12 +167,6 @@ def test_an_epoch_reads_every_row_once_and_the_next_in_another_order():
         assert sorted(epoch) == list(range(24))
         assert list(epoch) != sorted(epoch)
     assert list(epochs[0]) != list(epochs[1])
-
-
-def test_fewer_rows_than_a_batch_are_refused():
-    with pytest.raises(InputError, match="5 packed rows are fewer than one batch of 6"):
-        steps_of((NumberedRows(3), 1.0), (NumberedRows(2), 1.0))
-    assert numbers(steps_of((NumberedRows(6), 1.0)), 3).shape == (A, R)
 
 
 def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_own():
@@ -203,7 +188,7 @@ def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_o
 
 def test_reading_ahead_keeps_the_order():
     steps = steps_of((NumberedRows(30), 1.0))
-    read = list(read_ahead(steps, [0, 2], 5, 25, workers=0, prefetch=3))
+    read = list(read_ahead(steps, {(A, R, 4): [0, 2]}, 5, workers=0, prefetch=3))
     assert len(read) == 20
     for step, batch in enumerate(read, 5):
         np.testing.assert_array_equal(batch["tokens"][..., 0], numbers(steps, step, [0, 2]))

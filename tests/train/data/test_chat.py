@@ -8,8 +8,7 @@ import pytest
 
 from tests.examples.data import CHAT, EMBEDDED
 from train.data.chat import ChatFormat, TurnsNotFound
-from train.data.samples import load_tokenizer
-from train.data.tokenizer import CHAT_TEMPLATE
+from train.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from wedlm_jax.errors import InputError
 
 # As Qwen3's: thoughts of earlier turns are left out, the last turn always has some.

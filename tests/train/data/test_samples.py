@@ -13,7 +13,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import wedlm_jax.records.jsonl
 from tests.examples.data import CHAT, EMBEDDED, ROW, write_jsonl
 from train.data.chunks import chunks, find_input, records
-from train.data.samples import SampleMaker, SampleOptions, load_tokenizer
+from train.data.samples import SampleMaker, SampleOptions
+from train.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import InputError
 
 MAKER = SampleMaker(SampleOptions(str(EMBEDDED), ROW))
@@ -29,7 +30,7 @@ def made_of(path, maker=MAKER):
     results = [maker.make(chunk) for chunk in chunks_of(path)]
     samples = [sample for result in results for sample in result.samples]
     malformed = [what for result in results for what in result.malformed]
-    return samples, malformed, sum(result.records for result in results)
+    return samples, malformed, sum(result.counts.records for result in results)
 
 
 def ids(text):
@@ -184,7 +185,7 @@ def test_a_variable_of_the_template_changes_the_text(tmp_path, with_tools):
 
 
 def unread_of(path):
-    return [MAKER.make(chunk).unread for chunk in chunks_of(path)]
+    return [MAKER.make(chunk).counts.unread_keys for chunk in chunks_of(path)]
 
 
 def test_a_key_that_nothing_reads_is_counted(tmp_path):

@@ -13,12 +13,18 @@ from tokenizers import Tokenizer
 from examples.embedded.corpus import generate
 from tests.examples.data import BLOCK, CHAT, EMBEDDED, ROW, documents, tokenised, write_jsonl
 from train.data.batches import TrainBatches
-from train.data.manifest import read_manifest, tokenizer_fingerprint
-from train.data.shards import ShardRows, decode_row, encode_row
-from train.data.show import read_rows
-from train.data.sources import check_sources, open_sources
+from train.data.shards import (
+    ShardRows,
+    decode_row,
+    encode_row,
+    read_manifest,
+    read_rows,
+    tokenizer_fingerprint,
+)
+from train.data.sources import open_sources
 from train.data.tokenizer import train_tokenizer
-from train.recipe.config import DataSection, EvaluationSection, PhaseSection, TrainConfig
+from train.recipe.config import DataSection, PhaseSection, TrainConfig
+from train.recipe.phases import phases_of
 from wedlm_jax.__main__ import main
 from wedlm_jax.errors import InputError
 from wedlm_jax.packing import TokenisedSample, row_arrays
@@ -154,17 +160,15 @@ def test_a_run_reads_its_sources_by_weight(folder, tokenizer, tmp_path, capsys):
     whole = dataclasses.replace(
         recipe(sources),
         phases=[PhaseSection(from_step=2, learning_rate=1e-3)],
-        evaluation=EvaluationSection(every=1, source=str(tmp_path / "ones")),
     )
-    check_sources(whole, tokenizer)
-    data = open_sources(recipe(sources), tokenizer, pad_token_id=0)
+    data = open_sources(whole, tokenizer, pad_token_id=0)
     told = [line for line in capsys.readouterr().out.splitlines() if " of the rows; " in line]
-    assert len(told) == 2, "each once, whatever phases and evaluations read"
+    assert len(told) == 2, "each once, whatever phases read"
     assert "ones: 75.0% of the rows; 30 rows, 3,000 tokens" in told[1]
     with pytest.raises(InputError, match="packed rows are fewer than one batch of 1000"):
-        check_sources(dataclasses.replace(whole, rows=1000), tokenizer)
+        open_sources(dataclasses.replace(whole, rows=1000), tokenizer, 0)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with TrainBatches(data, recipe(sources), place) as batches:
+    with TrainBatches(phases_of(whole), data, place) as batches:
         read = list(batches)
         named = batches.read_from(2)[0]
     assert read[0].tokens.shape == (1, 4, ROW)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
-from tests.examples.data import NumberedRows
+from tests.examples.data import NumberedRows, one_phase, step_rows
 from tests.examples.tiny_run import (
     ARCHITECTURE,
     metric_lines,
@@ -20,8 +20,7 @@ from tests.examples.tiny_run import (
     run_until_killed,
     tiny_recipe,
 )
-from train.data.batches import PhasedBatches, TrainBatches
-from train.data.order import StepRows
+from train.data.batches import TrainBatches
 from train.data.sources import Epochs
 from train.loop import train as run_training
 from train.optimizer import schedule_of
@@ -65,7 +64,7 @@ def read(config, start=0):
     ]
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     names = source_names(config)
-    batches = PhasedBatches(phases, data, sharding, start, sources=len(names))
+    batches = TrainBatches(phases, data, sharding, start)
     try:
         rows = [next(batches) for _ in range(start, config.steps)]
         for step, batch in enumerate(rows, start):
@@ -259,12 +258,10 @@ def test_a_phase_begins_behind_what_the_one_before_it_skipped_wherever_a_run_res
 def test_workers_read_the_same(workers):
     data = [(NumberedRows(40), 1.0)]
     config = skipping(recipe(steps=6), [2, 4])
-    config = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, workers=workers, sources={})
-    )
+    config.data.workers = workers
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    plain = StepRows(data, seed=config.seed, shape=(2, 2))
-    with TrainBatches(data, config, sharding, start=1) as batches:
+    plain = step_rows(data, recipe(steps=9))
+    with TrainBatches(one_phase(data, config), [data], sharding, start=1) as batches:
         for batch in (4, 5, 6):
             expected = plain.read(batch, range(2))["tokens"]
             np.testing.assert_array_equal(next(batches).tokens, expected)
