@@ -9,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from train.prediction_blocks import needed_by_sources, with_prediction_blocks
+from train.automatic import chosen, needed_by_sources, settled, with_prediction_blocks
 from train.program import TrainProgram, make_program
 from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase, largest_phase, phases_of, source_names
-from train.remat import chosen, settled
 from train.resume import origin_of
 from train.start import recipe_model
 from train.step_cost import (

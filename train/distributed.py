@@ -1,4 +1,4 @@
-"""Several processes in one run: how they find one another, stop together, and compute separately.
+"""Several processes in one run: how they find one another, and stop together.
 
 `wedlm_jax.host.processes` has what else they do together.
 """
@@ -14,14 +14,11 @@ import threading
 from typing import Any, NoReturn, Self
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
 
 from wedlm_jax.errors import FAULT, INTERRUPTED, InputError, exit_status
 from wedlm_jax.host.processes import AUTO, connect, coordinator, find_host, jax_processes
 from wedlm_jax.host.signals import StopRequest, told_at_once
-from wedlm_jax.sharding import tree_shardings
 
 ENDED = "ended"
 """The key under which processes report that they failed, and why."""
@@ -220,35 +217,3 @@ def _leave() -> None:
     aborts processes, with a meaningless status, if another one leaves without disconnecting."""
     with contextlib.suppress(Exception):
         jax.distributed.shutdown()
-
-
-def mesh_of_processes(mesh: Mesh) -> Mesh:
-    """Returns a mesh of the same devices with ``data`` over processes and ``fsdp`` over the devices
-    of each; its ``local_mesh`` has the devices of the current process."""
-    devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
-    processes = len({device.process_index for device in devices})
-    shape = (processes, len(devices) // processes, *[1] * (len(mesh.axis_names) - 2))
-    return Mesh(np.array(devices).reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def own_copy(processes: Mesh, tree: Any) -> Any:
-    """Copies all parameters to each process's own devices. All processes call this together; each
-    holds no more than its copy.
-
-    Joint computations must run in lockstep, but a decode loop ends when its sequences do. So the
-    processes of a run decode separately, each its own prompts on its own devices.
-
-    Args:
-      processes: a mesh from `mesh_of_processes`; a process's devices share the hidden axis.
-      tree: arrays on the same devices, with any sharding, under the names of `PARAMETER_AXES`.
-
-    Returns:
-      the tree, with arrays on ``processes.local_mesh``.
-    """
-
-    def as_own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        pieces = [shard.data for shard in x.addressable_shards]
-        return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
-
-    copies = jax.device_put(tree, tree_shardings(processes, tree))
-    return jax.tree.map(as_own, copies, tree_shardings(processes.local_mesh, tree))

@@ -13,20 +13,18 @@ import numpy as np
 from flax import nnx
 
 from train.agreement import agree
+from train.automatic import needed_by_sources, settled_here, with_prediction_blocks
 from train.checkpoint import Checkpoints
 from train.data.batches import RowSets, TrainBatches
 from train.data.sources import Epochs, open_sources
 from train.data.tokenizer import load_tokenizer
 from train.distributed import AgreedStop
-from train.evaluation.held_out import Evaluation
-from train.evaluation.questions import AskedQuestions, asked_questions, drawn_questions
+from train.evaluation import AskedQuestions, Evaluation, asked_questions, drawn_questions
 from train.optimizer import averaged_parameters, schedule_of
-from train.prediction_blocks import needed_by_sources, with_prediction_blocks
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of, source_names
 from train.recipe.skipped_batches import SkippedBatches
-from train.remat import settled_here
 from train.resume import Origin, begin_or_resume, check_origin, origin_of, write_origin
 from train.run_files import RunFiles, open_output
 from train.start import (
@@ -39,11 +37,10 @@ from train.start import (
 )
 from train.step import TrainState, forgiven, with_frozen
 from train.step_cost import describe_budget, model_flops, peak_flops
+from train.watch.diagnosis import Profiler, StallWatch
 from train.watch.log import MetricsLog, check_boards, evaluated_steps, open_boards
-from train.watch.profile import Profiler
 from train.watch.records import SKIPPED, PendingMetrics, Record, TooManySkipped, cut_back
 from train.watch.run_time import RunTime
-from train.watch.stall import StallWatch
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.checkpoint import RUN_BASE, RUN_DRAFTER, RUN_STATES
 from wedlm_jax.checkpoint.adapters import save_drafter
@@ -244,14 +241,24 @@ class TrainingRun:
         several = jax_processes().count > 1
         key = self._program.mask_key()
         batches = TrainBatches(self._phases, self._data, batch_sharding(self._mesh), start=done)
-        pending = self._pending(batches, done)
+        pending = PendingMetrics(
+            self._output,
+            config.optimizer.max_skipped,
+            batches.read_from,
+            ar_weight=config.loss.ar_weight,
+            sources=self._sources,
+            skipped=self._skipped,
+            done=done,
+        )
         log = self._open_log(done)
         for line in (*self._epochs.lines(done), checkpoints.kept(config.checkpoint_every)):
             say(line)
         time.begin(self._output, done)
-        stop, watch = AgreedStop(), StallWatch(config.metrics.stall_factor)
+        metrics = config.metrics
+        stop, watch = AgreedStop(), StallWatch(metrics.stall_factor)
+        profiler = Profiler(self._output, metrics.profile_from, metrics.profile_steps)
         try:
-            with stop, watch, self._profiler() as profiler:
+            with stop, watch, profiler:
                 self._evaluate_first(log, state, stop)
                 if log is not None:
                     every = config.log_every
@@ -262,8 +269,8 @@ class TrainingRun:
                     with time.spent("input"):
                         rows = next(batches)
                     shape = self._shape_of(step - 1)
-                    state, metrics = compiled[shape](state, rows, key)
-                    pending.add(step, metrics)
+                    state, measured = compiled[shape](state, rows, key)
+                    pending.add(step, measured)
                     if log is not None:
                         log.step(step - 1)  # the newest step is still running
                     time.step(step, rows.tokens.size, self._flops[shape])
@@ -305,21 +312,6 @@ class TrainingRun:
                 log.close()
             time.close()
         return state
-
-    def _pending(self, batches: TrainBatches, done: int) -> PendingMetrics:
-        return PendingMetrics(
-            self._output,
-            self._config.optimizer.max_skipped,
-            batches.read_from,
-            ar_weight=self._config.loss.ar_weight,
-            sources=self._sources,
-            skipped=self._skipped,
-            done=done,
-        )
-
-    def _profiler(self) -> Profiler:
-        metrics = self._config.metrics
-        return Profiler(self._output, metrics.profile_from, metrics.profile_steps)
 
     def _save(
         self, checkpoints: Checkpoints, state: TrainState, log: MetricsLog | None, *, whole: bool

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from train.recipe.config import TrainConfig
+from train.recipe.config import OptimizerSection, TrainConfig
 from train.recipe.phases import phases_of
 from wedlm_jax.errors import InputError
 
@@ -70,59 +70,41 @@ same in practice, so one learning rate suits both (Moonlight, arXiv 2502.16982, 
 
 
 def make_optimizer(
-    schedule: optax.Schedule,
-    *,
-    name: str = "adamw",
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    clip_norm: float,
-    first_moment_dtype: str = "float32",
-    average: float = 0.0,
+    schedule: optax.Schedule, section: OptimizerSection
 ) -> optax.GradientTransformationExtraArgs:
-    """Returns the optimizer called ``name``, preceded by clipping to a global norm.
+    """Returns the optimizer of a recipe, preceded by clipping to a global norm.
+
+    Muon orthogonalises the momentum of every matrix of a layer (momentum 0.95, Nesterov), and
+    leaves embeddings, head, norms and biases to AdamW. AdamW's weight decay is of matrices; Muon's
+    only of those that it updates. First moments are computed in float32, however they are stored.
 
     Its ``update`` takes the number of the step, from 0, as ``step``, which determines the learning
     rate. The bias correction of the moments counts updates, which are fewer if steps were skipped.
 
     Args:
       schedule: learning rate by step.
-      name: "adamw", or "muon": orthogonalised momentum for every matrix of a layer (momentum
-        0.95, Nesterov), AdamW for embeddings, head, norms and biases.
-      b1: AdamW's first moment decay.
-      b2: AdamW's second moment decay.
-      eps: epsilon of AdamW and of Muon.
-      weight_decay: weight decay of matrices; with "muon", only of those that Muon updates.
-      clip_norm: the global gradient norm is clipped to this.
-      first_moment_dtype: dtype in which first moments are stored; they are computed in float32.
-      average: decay of the moving average of the parameters (`average_parameters`); 0 for none.
+      section: the other settings.
     """
-    if name == "muon":
+    decay, eps = section.weight_decay, section.eps
+    dtype = jnp.dtype(section.first_moment_dtype)
+    if section.name == "muon":
         update = optax.contrib.muon(
             1.0,
-            weight_decay=weight_decay,
+            weight_decay=decay,
             consistent_rms=MUON_RMS,
             muon_weight_dimension_numbers=layer_matrices,
-            adam_b1=b1,
-            adam_b2=b2,
+            adam_b1=section.b1,
+            adam_b2=section.b2,
             eps=eps,
-            mu_dtype=jnp.dtype(first_moment_dtype),
-        )
-    elif name == "adamw":
-        update = optax.adamw(
-            1.0,
-            b1=b1,
-            b2=b2,
-            eps=eps,
-            weight_decay=weight_decay,
-            mask=decayed,
-            mu_dtype=jnp.dtype(first_moment_dtype),
+            mu_dtype=dtype,
         )
     else:
-        raise ValueError(f"unknown optimizer {name!r}")
-    chain = [optax.clip_by_global_norm(clip_norm), update, scale_by_step(schedule)]
-    return optax.chain(*chain, average_parameters(average)) if average else optax.chain(*chain)
+        update = optax.adamw(
+            1.0, section.b1, section.b2, eps, weight_decay=decay, mask=decayed, mu_dtype=dtype
+        )
+    chain = [optax.clip_by_global_norm(section.clip_norm), update, scale_by_step(schedule)]
+    average = [average_parameters(section.average)] if section.average else []
+    return optax.chain(*chain, *average)
 
 
 def scale_by_step(schedule: optax.Schedule) -> optax.GradientTransformationExtraArgs:

@@ -32,22 +32,6 @@ from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import batch_sharding, check_fits, tree_shardings
 
 
-def optimizer_of(config: TrainConfig) -> optax.GradientTransformationExtraArgs:
-    """Returns the recipe's optimizer under its schedule."""
-    o = config.optimizer
-    return make_optimizer(
-        schedule_of(config),
-        name=o.name,
-        b1=o.b1,
-        b2=o.b2,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        clip_norm=o.clip_norm,
-        first_moment_dtype=o.first_moment_dtype,
-        average=o.average,
-    )
-
-
 def lora_of(config: TrainConfig) -> LoraConfig | None:
     """Returns the recipe's adapters; None if it trains all parameters."""
     lora = config.lora
@@ -58,10 +42,6 @@ def lora_of(config: TrainConfig) -> LoraConfig | None:
         window = config.drafter.window_size
         return LoraConfig(lora.rank, lora.alpha, targets, "masked", window)
     return LoraConfig(lora.rank, lora.alpha, targets)
-
-
-def guard_of(config: TrainConfig) -> Guard:
-    return Guard(spike_factor=config.optimizer.spike_factor)
 
 
 def objective_of(config: TrainConfig, model: ModelConfig) -> Objective:
@@ -214,15 +194,17 @@ def make_program(
     check_fits(mesh, model, rows=config.rows, row_tokens=config.row_tokens)
     shapes = nnx.eval_shape(lambda: _transformer(model, config))
     graph, parameters, frozen = _split(shapes, config)
-    optimizer, objective = optimizer_of(config), objective_of(config, model)
+    schedule, objective = schedule_of(config), objective_of(config, model)
+    optimizer = make_optimizer(schedule, config.optimizer)
     step = make_train_step(
         graph,
         optimizer,
         objective,
-        schedule=schedule_of(config),
-        guard=guard_of(config),
+        schedule=schedule,
+        guard=Guard(config.optimizer.spike_factor),
         norms=config.metrics.norms,
     )
+    key = jax.eval_shape(lambda: jax.random.key(0))
     return TrainProgram(
         config=config,
         model=model,
@@ -234,7 +216,9 @@ def make_program(
         step=step,
         state=abstract_state(mesh, parameters, optimizer, frozen),
         rows=abstract_rows(config, mesh, sources or len(source_names(config))),
-        key=_abstract_key(mesh),
+        key=jax.ShapeDtypeStruct(
+            key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+        ),
     )
 
 
@@ -264,8 +248,3 @@ def _split(
         return leaf.astype(dtype)
 
     return graph, adapters, jax.tree.map(cast, others[0])
-
-
-def _abstract_key(mesh: Mesh) -> Any:
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, PartitionSpec()))

@@ -10,6 +10,7 @@ from flax import nnx
 
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
 from train.optimizer import make_optimizer
+from train.recipe.config import OptimizerSection
 from train.step import Objective, TrainState, accumulate, make_train_step, prepare_given
 from wedlm_jax.loss import LossConfig
 
@@ -31,14 +32,10 @@ GRAPH, PARAMETERS = nnx.split(tiny_transformer())
 
 
 def optimizer():
-    return make_optimizer(
-        optax.constant_schedule(LEARNING_RATE),
-        b1=B1,
-        b2=B2,
-        eps=EPSILON,
-        weight_decay=WEIGHT_DECAY,
-        clip_norm=CLIP_NORM,
+    section = OptimizerSection(
+        b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM
     )
+    return make_optimizer(optax.constant_schedule(LEARNING_RATE), section)
 
 
 def fresh_state(step=0, parameters=PARAMETERS, frozen=None):

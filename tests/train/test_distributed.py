@@ -28,8 +28,7 @@ from train import agreement
 from train import checkpoint as training_states
 from train.agreement import agree, differences
 from train.data.batches import TrainBatches
-from train.evaluation.held_out import Evaluation
-from train.evaluation.questions import asked_questions, drawn_questions
+from train.evaluation import Evaluation, asked_questions, drawn_questions
 from train.program import objective_of
 from train.recipe.config import DataSection, EvaluationSection
 from train.start import held_out_rows

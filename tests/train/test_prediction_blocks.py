@@ -15,14 +15,14 @@ from tests.examples.data import CHAT, EMBEDDED, NumberedRows, step_rows, tokenis
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from tests.examples.train_step import OBJECTIVE, assert_same, gradients_of
 from tests.examples.training import BLOCK, packed, random_sample
-from train.data.shards import MANIFEST, read_manifest
-from train.loop import train as run_training
-from train.prediction_blocks import (
+from train.automatic import (
     blocks_of_rows,
     most_trainable_blocks,
     needed_by_sources,
     with_prediction_blocks,
 )
+from train.data.shards import MANIFEST, read_manifest
+from train.loop import train as run_training
 from train.recipe.config import DataSection, PhaseSection, TrainConfig
 from train.recipe.phases import phases_of
 from wedlm_jax.attention import IMPLEMENTATIONS, splash

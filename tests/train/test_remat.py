@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tests.examples.training import TINY
-from train import remat
+from train import automatic
+from train.automatic import REMEMBERED, first_that_fits, possible_parts, settled, settled_here
 from train.program import make_program
 from train.recipe.config import MetricsSection, OptimizerSection, PhaseSection, TrainConfig
 from train.recipe.phases import largest_phase, phases_of
-from train.remat import REMEMBERED, first_that_fits, possible_parts, settled, settled_here
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.layers import POLICIES
 from wedlm_jax.sharding import make_mesh
@@ -193,8 +193,8 @@ def test_a_micro_batch_is_cut_into_whole_rows_of_every_device_and_phase():
 def test_the_program_that_runs_is_cut_as_was_found(cache, monkeypatch):
     """Of two compilations, that of whole micro-batches is too large."""
     peaks = iter([0, 2**60])
-    monkeypatch.setattr(remat, "peak_bytes", lambda _: next(peaks))
-    monkeypatch.setattr(remat, "possible_parts", lambda *_: [1, 2])
+    monkeypatch.setattr(automatic, "peak_bytes", lambda _: next(peaks))
+    monkeypatch.setattr(automatic, "possible_parts", lambda *_: [1, 2])
     mesh = make_mesh({"fsdp": 1}, jax.devices()[:1])
     with jax.set_mesh(mesh):
         given = make_program(TrainConfig(rows=2, row_length=32, block_size=4), TINY, mesh)

@@ -242,7 +242,7 @@ def test_masks_are_named_by_key_and_step():
 
 @pytest.mark.parametrize("steps", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 def test_masks_do_not_depend_on_how_a_step_is_cut(steps):
-    """A device's memory decides it (`train.remat`), and should not decide what is learned."""
+    """A device's memory decides it (`train.automatic`), and should not decide what is learned."""
     objective = dataclasses.replace(OBJECTIVE, suffix_share=0.5)
     rows = jax.tree.map(lambda x: micro_batches(x, steps), global_batch()[0])
     masked = prepare(objective, rows, KEY)[0].masked.reshape(-1, LENGTH)
@@ -402,7 +402,7 @@ def test_the_learning_rate_moves_on_and_the_bias_correction_does_not():
 
     def trained(schedule):
         settings = {"b1": B1, "b2": B2, "eps": EPSILON, "weight_decay": 0.0, "clip_norm": 1e9}
-        optimizer = make_optimizer(schedule, average=0.5, **settings)
+        optimizer = make_optimizer(schedule, OptimizerSection(average=0.5, **settings))
         step = make_train_step(GRAPH, optimizer, OBJECTIVE, schedule=schedule)
         parameters = fresh_state().parameters
         state = TrainState(jnp.int32(0), parameters, optimizer.init(parameters))

@@ -11,13 +11,10 @@ each of which reads its own rows of it, and a run that resumes needs nothing but
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import math
-import queue
 import sys
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, NamedTuple, Protocol
 
 import grain
@@ -34,6 +31,8 @@ from wedlm_jax.host.processes import say
 from wedlm_jax.packing import prediction_blocks
 
 HostBatch = dict[str, np.ndarray]
+Shape = tuple[int, int, int]
+"""(A, R, L) of a global batch."""
 
 
 class RowSet(Protocol):
@@ -148,7 +147,7 @@ class StepRows:
         self._sources = 1 + max(one.number for part in self._parts for one in part.streams)
         self.stop = phases[-1].stop
 
-    def shape(self, step: int) -> tuple[int, int, int]:
+    def shape(self, step: int) -> Shape:
         """Returns (A, R, L) of a step's global batch."""
         return self._part(step).phase.batch_shape[:3]
 
@@ -203,58 +202,28 @@ class StepRows:
         return row
 
 
-HeldRows = Mapping[tuple[int, int, int], Sequence[int]]
-"""Which of the R rows a host holds, ascending, by the shape (A, R, L) of a batch."""
-
-
 class _HostSteps:
-    """Gives grain one host's share of step ``start + i`` as element i."""
+    """Gives grain one host's share of step ``start + i`` as element i, with the step's number."""
 
-    def __init__(self, steps: StepRows, held: HeldRows, start: int):
+    def __init__(self, steps: StepRows, held: Mapping[Shape, Sequence[int]], start: int):
         self._steps, self._held, self._start = steps, held, start
 
     def __len__(self) -> int:
         return max(self._steps.stop - self._start, 0)
 
-    def __getitem__(self, index: Any) -> HostBatch:
+    def __getitem__(self, index: Any) -> tuple[int, HostBatch]:
         step = self._start + int(index)
-        return self._steps.read(step, self._held[self._steps.shape(step)])
+        return step, self._steps.read(step, self._held[self._steps.shape(step)])
 
     def __repr__(self) -> str:
         return f"_HostSteps({self._start}, {self._steps.stop})"
 
 
-def read_ahead(
-    steps: StepRows, held: HeldRows, start: int, *, workers: int, prefetch: int
-) -> Iterator[HostBatch]:
-    """Yields steps in order, each read before it is asked for.
-
-    Args:
-      steps: what to read.
-      held: the rows of this host.
-      start: the first step.
-      workers: processes that read, whole steps by turns; 0 reads in threads of this one.
-      prefetch: steps that wait ready, at least 1.
-    """
-    source = grain.MapDataset.source(_HostSteps(steps, held, start))  # type: ignore[arg-type]
-    if not workers:
-        options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
-        return iter(source.to_iter_dataset(options))
-    # Grain asks absl for a flag of its own; a program that is no absl app has parsed none.
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    one = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-    processes = grain.MultiprocessingOptions(
-        num_workers=workers, per_worker_buffer_size=math.ceil(prefetch / workers)
-    )
-    return iter(source.to_iter_dataset(one).mp_prefetch(processes))
-
-
 class TrainBatches:
     """Yields the global `PackedRows` of a run's steps in order, and says where batches are skipped.
 
-    Every host reads only the rows that its devices hold; threads or worker processes read ahead,
-    and one thread places what they read on the devices.
+    Every host reads only the rows that its devices hold. Threads, or worker processes with whole
+    steps by turns, read ahead, and one thread places what they read on the devices.
 
     Args:
       phases: phases of the recipe, which also says how to read ahead.
@@ -273,37 +242,33 @@ class TrainBatches:
         sharding: Sharding,
         start: int = 0,
     ):
-        config, self._sharding, self._step = phases[0].config, sharding, start
-        self._steps = StepRows(phases, data)
-        self._skipped = SkippedBatches.of(config.data.skip)
+        settings, self._sharding, self._step = phases[0].config.data, sharding, start
+        self._steps = steps = StepRows(phases, data)
+        self._skipped = SkippedBatches.of(settings.skip)
         shapes = {phase.batch_shape[:3] for phase in phases if phase.stop > start}
-        self._held = {shape: host_rows(sharding, shape) for shape in shapes}
-        self._ahead = read_ahead(
-            self._steps,
-            self._held,
-            start,
-            workers=config.data.workers,
-            prefetch=config.data.prefetch,
+        held = {shape: host_rows(sharding, shape) for shape in shapes}
+
+        def place(read: tuple[int, HostBatch]) -> PackedRows:
+            shape = steps.shape(read[0])
+            return place_rows(read[1], held[shape], shape, sharding)
+
+        own: Any = _HostSteps(steps, held, start)
+        ahead = _read_ahead(grain.MapDataset.source(own), settings.workers, settings.prefetch)
+        placed: Any = grain.experimental.ThreadPrefetchIterDataset(
+            ahead.map(place), prefetch_buffer_size=settings.prefetch
         )
-        self._ready: queue.Queue[Any] = queue.Queue(config.data.prefetch)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._fill, args=(start,), name="train-batches", daemon=True
-        )
-        self._thread.start()
+        self._ready = iter(placed)
+        self._ready.start_prefetch()
 
     def __iter__(self) -> TrainBatches:
         return self
 
     def __next__(self) -> PackedRows:
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            self._ready.put(item)  # a later call must not wait for a thread that has ended
-            raise item
+        rows = next(self._ready)
         self._step += 1
         for first, last in self._skipped.passed_by(self._step):
             say(f"step {self._step}: batches {first} to {last} are skipped (data.skip)")
-        return item
+        return rows
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:
         """Returns where the rows of a step's global batch are stored: of each process of the run,
@@ -325,14 +290,7 @@ class TrainBatches:
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""
-        self._closed.set()
-        self._thread.join()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._ready.get_nowait()
-        self._ready.put(StopIteration())  # for whoever asks for more
-        if close := getattr(self._ahead, "close", None):
-            close()
+        self._ready.close()
 
     def __enter__(self) -> TrainBatches:
         return self
@@ -340,28 +298,24 @@ class TrainBatches:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _fill(self, start: int) -> None:
-        last: BaseException = StopIteration()
-        try:
-            for step, local in enumerate(self._ahead, start):
-                shape = self._steps.shape(step)
-                if not self._offer(place_rows(local, self._held[shape], shape, self._sharding)):
-                    return
-        except BaseException as error:
-            last = error
-        self._offer(last)
 
-    def _offer(self, item: Any) -> bool:
-        """Returns whether there was room for it before the batches were closed."""
-        while not self._closed.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=0.05)
-                return True
-        return False
+def _read_ahead(steps: grain.MapDataset, workers: int, prefetch: int) -> grain.IterDataset:
+    """Reads steps before they are asked for, in so many processes, or in threads of this one."""
+    if not workers:
+        options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
+        return steps.to_iter_dataset(options)
+    # Grain asks absl for a flag of its own; a program that is no absl app has parsed none.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    one = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+    processes = grain.MultiprocessingOptions(
+        num_workers=workers, per_worker_buffer_size=math.ceil(prefetch / workers)
+    )
+    return steps.to_iter_dataset(one).mp_prefetch(processes)
 
 
 def host_rows(
-    sharding: Sharding, shape: tuple[int, int, int], devices: Collection[jax.Device] | None = None
+    sharding: Sharding, shape: Shape, devices: Collection[jax.Device] | None = None
 ) -> list[int]:
     """Finds which of the R rows of an array ``[A, R, L]`` are on these devices, ascending.
 
@@ -376,7 +330,7 @@ def host_rows(
 
 
 def place_rows(
-    local: HostBatch, rows: Sequence[int], shape: tuple[int, int, int], sharding: Sharding
+    local: HostBatch, rows: Sequence[int], shape: Shape, sharding: Sharding
 ) -> PackedRows:
     """Makes the global batch of which this host has ``rows``.
 

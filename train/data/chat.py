@@ -175,6 +175,7 @@ Render = Callable[[Sequence[Message], bool, Variables], str]
 raises `InputError`."""
 
 ASSISTANT = "assistant"
+HIDDEN = "turns not found in the chat template's text"
 
 _PROBE = [
     {"role": "user", "content": "Hello"},
@@ -182,14 +183,6 @@ _PROBE = [
     {"role": "user", "content": "More?"},
     {"role": ASSISTANT, "content": "No."},
 ]
-
-
-class TurnsNotFound(ValueError):
-    """Raised when the template does not show where an assistant's turn begins or ends."""
-
-
-class ToolsNotFound(ValueError):
-    """Raised when the template writes nothing of a conversation's tools."""
 
 
 class ChatFormat:
@@ -224,9 +217,9 @@ class ChatFormat:
         self._end, self._at_end = re.compile(end), re.compile(rf"{end}\Z")
         try:
             whole, spans = self.turns(_PROBE)
-        except (TurnsNotFound, InputError) as error:
+        except Wrong as wrong:
             raise InputError(
-                f"this tokenizer's chat template cannot be trained on: {error}"
+                f"this tokenizer's chat template cannot be trained on: {wrong.args[-1]}"
             ) from None
         start, stop = spans[-1]
         self.turn_end = self._ids(whole[start:stop])[-1]
@@ -244,29 +237,37 @@ class ChatFormat:
           variables: further ones of the template, such as ``tools``.
 
         Raises:
-          TurnsNotFound: the template writes this conversation in a way that hides them.
-          ToolsNotFound: it writes the same without the tools.
-          InputError: the template refuses the messages.
+          Wrong: the template refuses the messages, writes them in a way that hides the turns, or
+            writes nothing of the tools.
         """
         variables = variables or {}
 
-        def render(messages: Sequence[Message], ask: bool = False) -> str:
-            return self._render(messages, ask, variables)
+        def render(
+            messages: Sequence[Message], ask: bool = False, variables: Variables = variables
+        ) -> str:
+            try:
+                return self._render(messages, ask, variables)
+            except InputError as error:
+                raise Wrong("refused by the chat template", str(error)) from None
 
         whole = render(messages)
         if "tools" in variables:
             without = {name: value for name, value in variables.items() if name != "tools"}
-            if self._render(messages, False, without) == whole:
-                raise ToolsNotFound("it writes the same text without them")
+            if render(messages, variables=without) == whole:
+                raise Wrong(
+                    "tools not found in the chat template's text",
+                    "it writes the same text without them",
+                )
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue
             prompt = render(messages[:number], True)
             if not whole.startswith(prompt):
-                raise TurnsNotFound(
+                raise Wrong(
+                    HIDDEN,
                     "it writes what stands before an assistant's turn differently once the turn "
-                    "is there"
+                    "is there",
                 )
             # Whatever else the turn says, the text after it stays as it is.
             varied = render([*messages[:number], _varied(message), *messages[number + 1 :]])
@@ -277,31 +278,19 @@ class ChatFormat:
             else:
                 end = self._end.match(whole, len(whole) - behind)
             if end is None:
-                raise TurnsNotFound("it does not end an assistant's turn with a special token")
+                raise Wrong(HIDDEN, "it does not end an assistant's turn with a special token")
             spans.append((len(prompt), end.end()))
         return whole, spans
-
-    def sample(
-        self,
-        messages: Sequence[Message],
-        *,
-        train_on_prompt: bool,
-        variables: Variables | None = None,
-    ) -> TokenisedSample:
-        """Returns the token ids of a conversation; only the assistant's turns are trainable, unless
-        ``train_on_prompt``. What stands after the last trainable token is left out.
-
-        Turns and what is between them are tokenised apart, as a prompt and its answer are.
-
-        Raises:
-          TurnsNotFound, ToolsNotFound, InputError: as `turns`.
-        """
-        return self.tokenised(*self.turns(messages, variables), train_on_prompt=train_on_prompt)
 
     def tokenised(
         self, whole: str, spans: Sequence[tuple[int, int]], *, train_on_prompt: bool
     ) -> TokenisedSample:
-        """Returns what `sample` does, given what `turns` returned."""
+        """Returns the token ids of a conversation, given what `turns` returned; only the
+        assistant's turns are trainable, unless ``train_on_prompt``. What stands after the last
+        trainable token is left out.
+
+        Turns and what is between them are tokenised apart, as a prompt and its answer are.
+        """
         tokens: list[int] = []
         trainable: list[bool] = []
 

@@ -15,8 +15,6 @@ from train.data.chat import (
     PAIRS,
     ChatFormat,
     Conversation,
-    ToolsNotFound,
-    TurnsNotFound,
     Wrong,
     pair_of,
     whole_text,
@@ -222,10 +220,6 @@ class SampleMaker:
                 given[0], add_generation_prompt=False, variables=given[1]
             ):
                 raise Wrong("special tokens in messages", CHANGED)
-        except ToolsNotFound as error:
-            raise Wrong("tools not found in the chat template's text", str(error)) from None
-        except TurnsNotFound as error:
-            raise Wrong("turns not found in the chat template's text", str(error)) from None
         except InputError as error:
             raise Wrong("refused by the chat template", str(error)) from None
         sample = self._fitting(

@@ -20,8 +20,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from train.recipe.fields import check_fields, field
-from train.recipe.overrides import Origins, apply_override
+from train.recipe.fields import Origins, apply_override, check_fields, field
 from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
@@ -413,56 +412,63 @@ def _unknown_key(key: str) -> str:
 
 
 def _check(config: TrainConfig, origins: Origins) -> None:
+    """Refuses values of fields, and fields that do not go together.
+
+    Raises:
+      InputError: it begins with where the value of the first of the fields comes from.
+    """
     check_fields(config, origins.of)
     try:
         SkippedBatches.of(config.data.skip)
     except InputError as error:
         raise InputError(f"{origins.of('data.skip')}: {error}") from None
-    if config.data.sources and not (config.data.tokenizer or config.model.init_from):
-        origin = origins.of("data.sources", "data.tokenizer", "model.init_from")
-        raise InputError(
-            f"{origin}: data.sources needs the tokenizer that made them, "
-            "as data.tokenizer or in model.init_from"
-        )
-    section = config.evaluation
-    if config.data.sources and section.every and section.source is None:
-        origin = origins.of("evaluation.source", "evaluation.every", "data.sources")
-        raise InputError(
-            f"{origin}: evaluation.source must name a folder of held-out rows; "
-            "evaluation.every=0 trains without evaluating"
-        )
-    if config.row_length % config.block_size:
-        raise InputError(
-            f"{origins.of('row_length', 'block_size')}: row_length {config.row_length} is not a "
-            f"multiple of block_size {config.block_size}"
-        )
-    if config.objective == "drafter":
-        _check_drafter(config, origins)
-    if config.lora.rank and not config.lora.targets:
-        raise InputError(
-            f"{origins.of('lora.targets', 'lora.rank')}: lora.targets must name at least one of "
-            + ", ".join(TARGETS)
-        )
-    if config.lora.rank and config.optimizer.name == "muon":
-        raise InputError(
-            f"{origins.of('optimizer.name', 'lora.rank')}: optimizer.name must be adamw with "
-            "lora.rank: muon is for whole matrices"
-        )
-    if config.loss.tile % LANES:
-        raise InputError(
-            f"{origins.of('loss.tile')}: loss.tile must be a multiple of {LANES}, "
-            f"not {config.loss.tile}"
-        )
-
-
-def _check_drafter(config: TrainConfig, origins: Origins) -> None:
-    if not config.lora.rank:
-        raise InputError(
-            f"{origins.of('lora.rank', 'objective')}: objective drafter trains adapters; give "
-            "lora.rank, such as 32"
-        )
-    if config.evaluation.questions is not None:
-        raise InputError(
-            f"{origins.of('evaluation.questions', 'objective')}: a drafter never changes an "
-            "answer; evaluation.source measures how often it agrees with its model"
-        )
+    sources, section, lora = config.data.sources, config.evaluation, config.lora
+    drafter = config.objective == "drafter"
+    rules = (
+        (
+            sources and not (config.data.tokenizer or config.model.init_from),
+            ("data.sources", "data.tokenizer", "model.init_from"),
+            "data.sources needs the tokenizer that made them, as data.tokenizer or in "
+            "model.init_from",
+        ),
+        (
+            sources and section.every and section.source is None,
+            ("evaluation.source", "evaluation.every", "data.sources"),
+            "evaluation.source must name a folder of held-out rows; evaluation.every=0 trains "
+            "without evaluating",
+        ),
+        (
+            config.row_length % config.block_size,
+            ("row_length", "block_size"),
+            f"row_length {config.row_length} is not a multiple of block_size {config.block_size}",
+        ),
+        (
+            drafter and not lora.rank,
+            ("lora.rank", "objective"),
+            "objective drafter trains adapters; give lora.rank, such as 32",
+        ),
+        (
+            drafter and section.questions is not None,
+            ("evaluation.questions", "objective"),
+            "a drafter never changes an answer; evaluation.source measures how often it agrees "
+            "with its model",
+        ),
+        (
+            lora.rank and not lora.targets,
+            ("lora.targets", "lora.rank"),
+            f"lora.targets must name at least one of {', '.join(TARGETS)}",
+        ),
+        (
+            lora.rank and config.optimizer.name == "muon",
+            ("optimizer.name", "lora.rank"),
+            "optimizer.name must be adamw with lora.rank: muon is for whole matrices",
+        ),
+        (
+            config.loss.tile % LANES,
+            ("loss.tile",),
+            f"loss.tile must be a multiple of {LANES}, not {config.loss.tile}",
+        ),
+    )
+    for is_wrong, fields, sentence in rules:
+        if is_wrong:
+            raise InputError(f"{origins.of(*fields)}: {sentence}")

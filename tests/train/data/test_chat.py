@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.examples.data import CHAT, EMBEDDED
-from train.data.chat import ChatFormat, TurnsNotFound
+from train.data.chat import ChatFormat, Wrong
 from train.data.tokenizer import CHAT_TEMPLATE, load_tokenizer
 from wedlm_jax.errors import InputError
 
@@ -43,7 +43,7 @@ def tokenizer():
 
 def trained(chat, tokenizer, messages):
     """The texts of the trainable runs."""
-    sample = chat.sample(messages, train_on_prompt=False)
+    sample = chat.tokenised(*chat.turns(messages), train_on_prompt=False)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sample.trainable, [0]])))
     return [
         tokenizer.decode(sample.tokens[start:stop].tolist(), skip_special_tokens=False)
@@ -53,7 +53,7 @@ def trained(chat, tokenizer, messages):
 
 def test_each_assistants_turn_is_trainable_and_nothing_else_is(tokenizer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
-    sample = chat.sample(CHAT, train_on_prompt=False)
+    sample = chat.tokenised(*chat.turns(CHAT), train_on_prompt=False)
     # Drawn by hand: the text, and below each character whether it is trained on.
     parts = [
         ("<|im_start|>system\nBe brief.<|im_end|>\n", False),
@@ -81,7 +81,7 @@ def test_further_end_tokens_follow_each_turns_own(tokenizer):
 
 def test_the_prompt_is_trained_on_if_asked_for(tokenizer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
-    sample = chat.sample(CHAT, train_on_prompt=True)
+    sample = chat.tokenised(*chat.turns(CHAT), train_on_prompt=True)
     assert sample.trainable.all()
     text = tokenizer.decode(sample.tokens.tolist(), skip_special_tokens=False)
     assert text == template(CHAT_TEMPLATE)(CHAT, False, {})
@@ -143,8 +143,8 @@ def test_one_conversation_that_hides_its_turns_is_told_apart(tokenizer):
     counts_long = "{% if messages|length > 4 %}long {% endif %}" + CHAT_TEMPLATE
     chat = ChatFormat(template(counts_long), tokenizer, end_tokens=0)
     assert trained(chat, tokenizer, CHAT[:3]) == ["1, 2, 3<|im_end|>"]
-    with pytest.raises(TurnsNotFound):
-        chat.sample(CHAT, train_on_prompt=False)
+    with pytest.raises(Wrong, match="turns not found"):
+        chat.turns(CHAT)
 
 
 def test_turns_that_the_template_rewrites_are_found(tokenizer):

@@ -16,9 +16,7 @@ from tokenizers import Tokenizer
 from tests.examples.data import EMBEDDED
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from train.data.shards import ShardRows, read_manifest
-from train.evaluation.decoding import can_decode
-from train.evaluation.held_out import Evaluation, prompts_of
-from train.evaluation.questions import asked_questions, drawn_questions
+from train.evaluation import Evaluation, asked_questions, can_decode, drawn_questions, prompts_of
 from train.loop import RunStopped
 from train.loop import train as run_training
 from train.program import make_program

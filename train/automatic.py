@@ -1,10 +1,14 @@
-"""`loss.remat: auto`: finds, by compiling, the policy that recomputes least and fits into memory,
-and the size of micro-batches.
+"""What a recipe leaves to the run: `prediction_blocks: 0` and `loss.remat: auto`.
 
-Only the compiler knows how much memory a step takes. Each policy takes less than the one before it,
-so a binary search, with the smallest possible micro-batches, finds the first that fits in three
-compilations. Micro-batches are then made as large as fits. The result is remembered in the folder
-of compiled programs.
+Prediction blocks: a block without trainable tokens, such as one of a prompt, is of no use in the
+prediction stream: no token of other blocks sees it there, and no loss counts it. So the stream has
+only the other blocks, at places that vary by row (`wedlm_jax.masks.DualStreamMask`). Their number
+cannot vary, and is that of the row with the most.
+
+Recomputation: only the compiler knows how much memory a step takes. Each policy takes less than the
+one before it, so a binary search, with the smallest possible micro-batches, finds the first that
+fits in three compilations. Micro-batches are then made as large as fits. The result is remembered
+in the folder of compiled programs.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from train.data.shards import read_manifest
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import AUTO, TrainConfig
 from train.recipe.phases import largest_phase, phases_of, source_names
@@ -31,7 +36,9 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, sum_over_all
 from wedlm_jax.host.progress import saying_once
+from wedlm_jax.host.storage import folder_of_this_machine
 from wedlm_jax.model.layers import POLICIES
+from wedlm_jax.packing import prediction_blocks, trainable_blocks
 
 SPARE = 0.1
 """Share of a device's memory that a policy must leave free, for fragmentation and other programs.
@@ -130,8 +137,11 @@ def settled(
         )
     policies = POLICIES[1:] if platform == "tpu" else POLICIES
     parts = possible_parts(config, mesh)
-    memory = _Memory(_key(config, model, [kind, mesh.devices.size, capacity, parts]))
-    known = memory.recall(policies, parts)
+    key = _key(config, model, [kind, mesh.devices.size, capacity, parts])
+    known = None
+    match _remembered().get(key):
+        case [policy, count] if policy in policies and count in parts:
+            known, how = (policy, count), "as remembered"
     if known is None:
         say_it("loss.remat: compiling to find what fits")
         peaks: list[Callable[[], int | None]]
@@ -143,12 +153,10 @@ def settled(
         peaks.append(lambda: 0)
         known = policy, parts[first_that_fits(peaks, capacity, (len(peaks) - 1) // 2)]
         how = "found by compiling"
-    else:
-        how = "as remembered"
     # All processes must run the same program, even if they remember different results.
     found = np.array([POLICIES.index(known[0]), known[1]]) if is_first() else np.zeros(2, np.int64)
     index, count = (int(number) for number in sum_over_all(found))
-    memory.keep((POLICIES[index], count))
+    _remember(key, (POLICIES[index], count))
     settled = chosen(config, POLICIES[index], count)
     cut = f", {settled.rows} rows in each of {settled.accumulation} micro-batches"
     say_it(f"loss.remat: {POLICIES[index]}{cut if count > 1 else ''}, {how}")
@@ -209,32 +217,122 @@ def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
 
 
-class _Memory:
-    """Remembers results by key in the folder of compiled programs, if there is one."""
+def _memory() -> Path | None:
+    """Returns the file of remembered results, in the folder of compiled programs; None if there is
+    none."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return Path(folder) / REMEMBERED if folder and "://" not in folder else None
 
-    def __init__(self, key: str):
-        folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-        self._path = Path(folder) / REMEMBERED if folder and "://" not in folder else None
-        self._key = key
 
-    def recall(self, policies: Sequence[str], parts: Sequence[int]) -> tuple[str, int] | None:
-        """Returns the remembered policy and number of parts, if they are still possible."""
-        match self._all().get(self._key):
-            case [policy, count] if policy in policies and count in parts:
-                return policy, count
-        return None
+def _remembered() -> dict[str, Any]:
+    path = _memory()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    except (OSError, ValueError):
+        return {}  # it only saves time
+    return found if isinstance(found, dict) else {}
 
-    def keep(self, found: tuple[str, int]) -> None:
-        if self._path is None or not is_first() or self._all().get(self._key) == [*found]:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._path, self._all() | {self._key: [*found]})
 
-    def _all(self) -> dict[str, Any]:
-        if self._path is None:
-            return {}
-        try:
-            found = json.loads(self._path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}  # it only saves time
-        return found if isinstance(found, dict) else {}
+def _remember(key: str, found: tuple[str, int]) -> None:
+    path = _memory()
+    if path is not None and is_first() and _remembered().get(key) != [*found]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, _remembered() | {key: [*found]})
+
+
+def with_prediction_blocks(
+    config: TrainConfig, needed: Callable[[TrainConfig], int | None], sequence: int
+) -> TrainConfig:
+    """Returns the recipe with ``prediction_blocks`` set, in each of its phases.
+
+    Args:
+      config: the recipe; 0 is replaced by what the data needs.
+      needed: maps a phase's recipe to the most blocks with a trainable token in one of its rows;
+        None if that is not known.
+      sequence: how many devices share the tokens of a row, whose number they must divide.
+
+    Raises:
+      InputError: the recipe's number is less than needed, or more than a row has.
+    """
+    if config.objective != "wedlm":
+        return config
+    numbers = []
+    for number, phase in enumerate(phases_of(config)):
+        name = f"phases[{number - 1}].prediction_blocks" if number else "prediction_blocks"
+        numbers.append(_chosen(phase.config, name, needed(phase.config), sequence))
+    sections = [
+        dataclasses.replace(section, prediction_blocks=count)
+        for section, count in zip(config.phases, numbers[1:], strict=True)
+    ]
+    return dataclasses.replace(config, prediction_blocks=numbers[0], phases=sections)
+
+
+def _chosen(config: TrainConfig, name: str, needed: int | None, sequence: int) -> int:
+    given, count = config.prediction_blocks, config.row_length // config.block_size
+    if given > count:
+        raise InputError(
+            f"{name} must be at most {count}, the blocks of a row of {config.row_length} tokens, "
+            f"not {given}"
+        )
+    if given:
+        if needed is not None and given < needed:
+            raise InputError(
+                f"{name} {given}: a row of the data has {needed} blocks with tokens to train on; 0 "
+                "makes room for as many as are needed"
+            )
+        return given
+    if needed is None:
+        return count
+    chosen = _room(config, needed, sequence)
+    if chosen < count:
+        say(f"{name}: the prediction stream has room for {chosen} of a row's {count} blocks")
+    return chosen
+
+
+def _room(config: TrainConfig, needed: int, sequence: int) -> int:
+    """Returns the smallest number of blocks, at least ``needed``, that the mesh can divide."""
+    count = config.row_length // config.block_size
+    room = max(needed, 1)
+    while room < count and (config.row_length + room * config.block_size) % sequence:
+        room += 1
+    return min(room, count)
+
+
+def blocks_of_rows(
+    rows: dict[str, np.ndarray], config: TrainConfig, sequence: int
+) -> dict[str, np.ndarray]:
+    """Adds the places of prediction blocks to rows ``[N, L]``, if any block can be left out."""
+    trainable, size = rows["trainable"], config.block_size
+    room = _room(config, most_trainable_blocks(trainable, size), sequence)
+    if config.objective != "wedlm" or room * size == config.row_length:
+        return rows
+    return rows | {
+        "prediction_blocks": np.stack([prediction_blocks(row, size, room) for row in trainable])
+    }
+
+
+def most_trainable_blocks(trainable: np.ndarray, block_size: int) -> int:
+    """Returns the most blocks with a trainable token in any of the rows ``[N, L]``."""
+    return int(trainable_blocks(trainable, block_size).sum(-1).max(initial=0))
+
+
+def needed_by_sources(config: TrainConfig) -> int | None:
+    """Returns the most blocks with a trainable token in any row of ``data.sources``; None if a
+    folder does not record it.
+
+    Raises:
+      InputError: a folder cannot be read.
+    """
+    most = 0
+    for name in config.data.sources:
+        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        if manifest.most_trainable_blocks is None:
+            if manifest.trainable_tokens < manifest.tokens:
+                say(
+                    f"{name}: tokenised by an earlier version, which did not count blocks without "
+                    "a token to train on, so they stay in the prediction stream; tokenise it again "
+                    "to leave them out"
+                )
+            return None
+        most = max(most, manifest.most_trainable_blocks)
+    return most

@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from train.watch.profile import Profiler
-from train.watch.stall import FEWEST, StallWatch
+from train.watch.diagnosis import FEWEST, Profiler, StallWatch
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def test_a_checkpoint_may_take_longer_and_0_watches_nothing(tmp_path):
 
 def test_what_a_pause_allows_ends_with_the_next_step(tmp_path, monkeypatch):
     """A checkpoint among the first steps, of which too few are known to be watched."""
-    monkeypatch.setattr("train.watch.stall.LONGEST_PAUSE_S", 0.2)
+    monkeypatch.setattr("train.watch.diagnosis.LONGEST_PAUSE_S", 0.2)
     with (tmp_path / "stacks.txt").open("w+") as file, StallWatch(10.0, file) as watch:
         watch.step()
         watch.pause()

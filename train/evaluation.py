@@ -1,0 +1,424 @@
+"""A look at the model in mid-run: losses on held-out rows, what its decoder makes of prompts from
+them, and answers to questions.
+
+Rows, masks, prompts and questions are the same at every evaluation, so its numbers differ by the
+model alone. Each process decodes its share with a copy of the parameters, on its own devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from train.automatic import blocks_of_rows
+from train.recipe.config import EvaluationSection, TrainConfig
+from train.step import Objective, make_evaluation_step
+from train.watch.records import Record, flatten
+from wedlm_jax.checkpoint.hf import copy_tokenizer
+from wedlm_jax.completion import Completion
+from wedlm_jax.config import ModelConfig
+from wedlm_jax.corruption import PackedRows
+from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
+from wedlm_jax.errors import InputError
+from wedlm_jax.generation import complete
+from wedlm_jax.host.processes import jax_processes, say, sum_over_all
+from wedlm_jax.host.signals import compiled
+from wedlm_jax.host.storage import folder_of_this_machine, is_remote
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import merged
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import Question, Tally, read_questions, tally
+from wedlm_jax.sharding import batch_sharding, tree_shardings
+from wedlm_jax.text import TextCodec
+
+MASKS = 2**31
+"""Folded into the run's key for the masks; no step has this number."""
+
+At = Callable[[str], None]
+"""Told what an evaluation does now; what it raises ends the evaluation."""
+
+MOST_AT_ONCE = 16
+"""Prompts that a process decodes together."""
+BURST = 16
+"""Forwards between two looks at whether the run shall stop."""
+
+
+class Evaluation:
+    """Judges a model by held-out rows, prompts and questions, with programs compiled for them.
+
+    Args:
+      config: the recipe.
+      mesh: mesh of the run.
+      graph, model: the model's graph, and its configuration.
+      objective: objective of the run.
+      rows: held-out packed rows, arrays ``[N, L]``; the last are left out where N is no
+        multiple of the recipe's rows.
+      questions: that the model is asked, if any.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        mesh: Mesh,
+        graph: nnx.GraphDef[Transformer],
+        model: ModelConfig,
+        objective: Objective,
+        rows: dict[str, np.ndarray],
+        questions: AskedQuestions | None = None,
+    ):
+        count = max(len(rows["tokens"]) // config.rows, 1) * config.rows
+        sharding = batch_sharding(mesh)
+
+        def place(x: np.ndarray) -> jax.Array:
+            # Rows are repeated where there are fewer than a micro-batch.
+            x = np.resize(x, (count, *x.shape[1:])).reshape(-1, config.rows, *x.shape[1:])
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        placed = blocks_of_rows(rows, config, mesh.shape["sequence"])
+        self._rows = PackedRows(**{name: place(x) for name, x in placed.items()})
+        self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
+        self._jitted = make_evaluation_step(graph, objective)
+        self._step: jax.stages.Compiled | None = None
+        section, masks = config.evaluation, objective.kind == "wedlm"
+        self._prompts = prompts_of(rows, section.prompts if masks else 0, section.seed)
+        longest, limit = max(map(len, self._prompts), default=0), model.max_position_embeddings
+        tokens = min(section.max_tokens, limit - longest)
+        self._params = SamplingParams(max_tokens=tokens, mode="paper")
+        self._questions = questions
+        most, longest = len(self._prompts), longest + tokens
+        if questions is not None:
+            most, longest = max(most, len(questions)), max(longest, questions.longest)
+        self._engine: OwnEngine | None = None
+        if most and can_decode(mesh, model.hidden_size):
+            self._engine = OwnEngine(
+                mesh,
+                graph,
+                dtype=config.loss.dtype,
+                window=DEFAULT_WINDOW if masks else 0,
+                prompts=-(-most // jax_processes().count),
+                longest=longest,
+                known_tokens=None if questions is None else questions.codec.token_ids,
+            )
+
+    def run(self, parameters: nnx.State, at: At = lambda text: None) -> Record:
+        """Takes losses and perplexity, decodes the prompts (tokens per forward and p_cache), and
+        has the questions answered.
+
+        All processes of a run call this, under its mesh. Each decodes its share of the prompts
+        and questions on its own devices.
+
+        Args:
+          at: told what goes on.
+        """
+        arguments = parameters, self._rows, self._key
+        if self._step is None:
+            at("compiling the losses on held-out rows")
+            self._step = compiled(self._jitted.lower(*arguments).compile)
+        at("losses on held-out rows")
+        record = flatten(jax.device_get(self._step(*arguments)))
+        if "ar_loss" in record:
+            record["ar_perplexity"] = math.exp(min(record["ar_loss"], 100.0))
+        return record | self._decode(parameters, at)
+
+    def _decode(self, parameters: nnx.State, at: At) -> Record:
+        if self._engine is None:
+            return {}
+        processes, answers = jax_processes(), np.zeros(0, np.int64)
+        with self._engine.having(parameters, at) as engine:
+            counts = self._decode_prompts(engine, processes.index, processes.count, at)
+            if self._questions is not None:
+                answers = self._questions.answer(engine, processes.index, processes.count, at)
+        record: Record = {}
+        if self._prompts:
+            made, forwards, instances = sum_over_all(counts).tolist()
+            record = {"tokens_per_forward": made / forwards, "p_cache": made / instances}
+        if self._questions is not None:
+            record |= self._questions.record(sum_over_all(answers))
+        return record
+
+    def _decode_prompts(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
+        """Counts tokens, forwards and token instances of every ``every``-th prompt."""
+        counts = [
+            (len(result.token_ids), result.num_forwards, result.num_token_instances)
+            for result in decode_all(engine, self._prompts[first::every], self._params, at)
+        ]
+        return np.array(counts, np.int64).reshape(-1, 3).sum(axis=0)
+
+
+def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[list[int]]:
+    """Returns prompts from samples of packed rows, drawn by the seed: what stands before the first
+    trainable token, or the first half of a sample that is trainable from its start."""
+    prompts: list[list[int]] = []
+    for tokens, segments, trainable in zip(
+        rows["tokens"], rows["segment_ids"], rows["trainable"], strict=True
+    ):
+        for segment in range(1, int(segments.max(initial=0)) + 1):
+            place = np.flatnonzero(segments == segment)
+            first = int(np.argmax(trainable[place])) or len(place) // 2
+            if first:
+                prompts.append(tokens[place[:first]].tolist())
+    drawn = np.random.default_rng(seed).permutation(len(prompts))[:count]
+    return [prompts[i] for i in drawn]
+
+
+class OwnEngine:
+    """Lends the engine of a process the run's parameters while it decodes, and nothing between.
+
+    Args:
+      mesh: mesh of the run; see `can_decode`.
+      graph: graph definition of the model.
+      dtype: dtype of its parameters in decoding.
+      window: W; 0 decodes autoregressively.
+      prompts: the most that this process decodes together.
+      longest: the most tokens of a prompt and its completion.
+      known_tokens: the ids that may be chosen; None for all but the mask token's.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        graph: nnx.GraphDef[Transformer],
+        *,
+        dtype: str,
+        window: int,
+        prompts: int,
+        longest: int,
+        known_tokens: Collection[int] | None = None,
+    ):
+        self._graph, self._dtype, self._window = graph, dtype, window
+        self._processes = mesh_of_processes(mesh)
+        self._at_once, self._longest = min(max(prompts, 1), MOST_AT_ONCE), longest
+        self._known_tokens = known_tokens
+        self._engine: Engine | None = None
+
+    @contextlib.contextmanager
+    def having(self, parameters: nnx.State, at: At) -> Iterator[Engine]:
+        """Gives the engine these parameters within the block. All processes of a run call this
+        together (`own_copy`); within, each decodes what it has. ``at`` is called
+        what it waits for, such as a program that is compiled."""
+
+        @contextlib.contextmanager
+        def busy(what: str) -> Iterator[None]:
+            at(what)
+            yield
+            at("decoding")
+
+        at("copying the parameters to decode")
+        graph, whole = nnx.split(merged(nnx.merge(self._graph, parameters)))
+        cast = jax.tree.map(lambda x: x.astype(self._dtype), whole)
+        model = nnx.merge(graph, own_copy(self._processes, cast))
+        del whole, cast
+        mesh = self._processes.local_mesh
+        with jax.set_mesh(mesh):
+            if self._engine is None:
+                # No larger than needed: the rest of the memory is the optimizer's.
+                config = EngineConfig(
+                    window_size=self._window,
+                    lookup=0,
+                    max_batch_size=self._at_once,
+                    max_model_len=self._longest,
+                )
+                self._engine = Engine(model, config, mesh=mesh, known_tokens=self._known_tokens)
+            else:
+                self._engine.update(model)
+            del model
+            self._engine.device.programs.while_busy = busy
+            try:
+                yield self._engine
+            finally:
+                self._engine.release()  # training needs the room
+
+
+def decode_all(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    at: At,
+    what: str = "prompts",
+) -> list[Completion]:
+    """Decodes prompts, of which there may be none, and waits for the last.
+
+    Args:
+      at: told how many are done.
+      what: the prompts are called.
+    """
+
+    def told(finished: int) -> None:
+        at(f"{finished} of {len(prompts)} {what} decoded")
+
+    requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
+    return engine.decode(requests, told, BURST) if requests else []
+
+
+def can_decode(mesh: Mesh, hidden_size: int) -> bool:
+    """Returns whether each process of a run can cut a copy of the parameters over its own devices;
+    says so where it cannot."""
+    devices = mesh_of_processes(mesh).local_mesh.shape["fsdp"]
+    if hidden_size % devices:
+        say(
+            f"evaluation: takes losses only; hidden_size {hidden_size} is not divisible by "
+            f"the {devices} devices of a process"
+        )
+        return False
+    return True
+
+
+def mesh_of_processes(mesh: Mesh) -> Mesh:
+    """Returns a mesh of the same devices with ``data`` over processes and ``fsdp`` over the devices
+    of each; its ``local_mesh`` has the devices of the current process."""
+    devices = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+    processes = len({device.process_index for device in devices})
+    shape = (processes, len(devices) // processes, *[1] * (len(mesh.axis_names) - 2))
+    return Mesh(np.array(devices).reshape(shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def own_copy(processes: Mesh, tree: Any) -> Any:
+    """Copies all parameters to each process's own devices. All processes call this together; each
+    holds no more than its copy.
+
+    Joint computations must run in lockstep, but a decode loop ends when its sequences do. So the
+    processes of a run decode separately, each its own prompts on its own devices.
+
+    Args:
+      processes: a mesh from `mesh_of_processes`; a process's devices share the hidden axis.
+      tree: arrays on the same devices, with any sharding, under the names of `PARAMETER_AXES`.
+
+    Returns:
+      the tree, with arrays on ``processes.local_mesh``.
+    """
+
+    def as_own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        pieces = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+    copies = jax.device_put(tree, tree_shardings(processes, tree))
+    return jax.tree.map(as_own, copies, tree_shardings(processes.local_mesh, tree))
+
+
+def drawn_questions(section: EvaluationSection) -> list[Question]:
+    """Reads the questions of a recipe and draws by its seed those that are asked, regime by regime
+    in the order of the file; none where the recipe names no file.
+
+    Raises:
+      InputError: naming the file, the line and the field of what is no question.
+    """
+    if section.questions is None or not section.every:
+        return []
+    path = folder_of_this_machine(section.questions, "evaluation.questions")
+    try:
+        regimes = read_questions(path)
+    except InputError as error:
+        raise InputError(f"evaluation.questions: {error}") from None
+    found = [question for some in regimes.values() for question in some]
+    drawn = np.random.default_rng(section.seed).permutation(len(found))[: section.most_questions]
+    return [found[i] for i in sorted(drawn)]
+
+
+class AskedQuestions:
+    """Questions as token ids, and how they are answered.
+
+    Args:
+      questions: at least one.
+      codec: text codec of the model.
+      params: how each is answered.
+      room: the most tokens of a prompt and its answer.
+
+    Attributes:
+      longest: tokens of the longest prompt and of an answer.
+
+    Raises:
+      InputError: naming the line of a prompt that is empty, has no room, or that the tokenizer
+        refuses.
+    """
+
+    def __init__(
+        self, questions: Sequence[Question], codec: TextCodec, params: SamplingParams, room: int
+    ):
+        self._questions, self.codec, self._params = questions, codec, params
+        self._regimes = list(dict.fromkeys(question.regime for question in questions))
+        self._prompts = [question.encode(codec) for question in questions]
+        for question, prompt in zip(questions, self._prompts, strict=True):
+            with question.named():
+                if not prompt:
+                    raise InputError("prompt: expected at least one token")
+                if len(prompt) + params.max_tokens > room:
+                    raise InputError(
+                        f"a prompt of {len(prompt)} tokens and evaluation.answer_tokens="
+                        f"{params.max_tokens} do not fit into the model's context of {room}"
+                    )
+        self.longest = max(map(len, self._prompts)) + params.max_tokens
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def answer(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
+        """Has every ``every``-th question answered, from number ``first`` on; ``at`` is told how
+        many are.
+
+        Returns:
+          int64 ``[regimes, fields of Tally]``; the sum of all processes' is that of all questions.
+        """
+        questions = self._questions[first::every]
+        results = decode_all(engine, self._prompts[first::every], self._params, at, "questions")
+        answers = [complete(self.codec, result, self._params) for result in results]
+        counts = []
+        for regime in self._regimes:
+            own = [i for i, question in enumerate(questions) if question.regime == regime]
+            counted = tally([questions[i] for i in own], [answers[i] for i in own])
+            counts.append(dataclasses.astuple(counted))
+        return np.array(counts, np.int64)
+
+    def record(self, counts: np.ndarray) -> Record:
+        """Returns the scores for the sum of all processes' `answer`."""
+        by_regime = [Tally(*row) for row in counts.tolist()]
+        whole = Tally(*counts.sum(axis=0).tolist())
+        record: Record = {}
+        if whole.accuracy is not None:
+            record["question_accuracy"] = whole.accuracy
+        if len(by_regime) > 1:
+            for regime, own in zip(self._regimes, by_regime, strict=True):
+                if own.accuracy is not None:
+                    record[f"question_accuracy/{regime}"] = own.accuracy
+        return record | {
+            "question_tokens_per_forward": whole.tokens / max(whole.forwards, 1),
+            "questions": whole.questions,
+            "questions_cut": whole.cut,
+        }
+
+
+def asked_questions(
+    config: TrainConfig, questions: Sequence[Question], folder: Path, context: int
+) -> AskedQuestions | None:
+    """Prepares `drawn_questions` for a recipe's model; None where there are none.
+
+    Args:
+      folder: folder of the tokenizer.
+      context: the model's.
+
+    Raises:
+      InputError: as `AskedQuestions`.
+    """
+    if not questions:
+        return None
+    section = config.evaluation
+    mode = section.mode if config.objective == "wedlm" else "ar"
+    params = SamplingParams(max_tokens=section.answer_tokens, mode=mode)
+    with tempfile.TemporaryDirectory() as copy:
+        if is_remote(folder):
+            copy_tokenizer(folder, Path(copy))
+            folder = Path(copy)
+        codec = TextCodec.load(folder)
+    assert codec is not None, "the run has loaded its tokenizer from there"
+    return AskedQuestions(questions, codec, params, context)

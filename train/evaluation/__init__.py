@@ -1,1 +1,0 @@
-"""Evaluations of a run while it trains: held-out rows, decoded prompts, questions with answers."""
