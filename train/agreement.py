@@ -15,7 +15,10 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import train
 import wedlm_jax
@@ -79,10 +82,10 @@ def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
 def described(config: TrainConfig) -> dict[str, str]:
     """Returns what this host would run, by name: each field of the recipe, each package's version,
     and digests of its data."""
-    fields = dataclasses.asdict(config)
+    fields: Any = dataclasses.asdict(config)
     # Hosts may have different names for one folder; `train.run_files.open_output` checks it.
     names = [name for name, _, _ in describe() if name != "output"]
-    found = {name: json.dumps(_at(fields, name)) for name in names}
+    found = {name: json.dumps(reduce(getitem, name.split("."), fields)) for name in names}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -136,13 +139,6 @@ def _others(first: Mapping[str, str], mine: Mapping[str, str]) -> dict[str, str]
     """Returns what this host has that differs from host 0."""
     names = dict.fromkeys([*first, *mine])
     return {name: mine.get(name, "absent") for name in names if first.get(name) != mine.get(name)}
-
-
-def _at(fields: object, name: str) -> object:
-    for part in name.split("."):
-        assert isinstance(fields, dict)
-        fields = fields[part]
-    return fields
 
 
 def _start(config: TrainConfig, states: Sequence[int]) -> str:

@@ -21,12 +21,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from train.automatic import blocks_of_rows
+from train.program import TrainProgram
 from train.recipe.config import EvaluationSection, TrainConfig
-from train.step import Objective, make_evaluation_step
+from train.step import make_evaluation_step
 from train.watch.records import Record, flatten
 from wedlm_jax.checkpoint.hf import copy_tokenizer
 from wedlm_jax.completion import Completion
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.engine.engine import Engine
@@ -59,10 +59,7 @@ class Evaluation:
     """Judges a model by held-out rows, prompts and questions, with programs compiled for them.
 
     Args:
-      config: the recipe.
-      mesh: mesh of the run.
-      graph, model: the model's graph, and its configuration.
-      objective: objective of the run.
+      program: the run's.
       rows: held-out packed rows, arrays ``[N, L]``; the last are left out where N is no
         multiple of the recipe's rows.
       questions: that the model is asked, if any.
@@ -70,14 +67,11 @@ class Evaluation:
 
     def __init__(
         self,
-        config: TrainConfig,
-        mesh: Mesh,
-        graph: nnx.GraphDef[Transformer],
-        model: ModelConfig,
-        objective: Objective,
+        program: TrainProgram,
         rows: dict[str, np.ndarray],
         questions: AskedQuestions | None = None,
     ):
+        config, model, mesh = program.config, program.model, program.mesh
         count = max(len(rows["tokens"]) // config.rows, 1) * config.rows
         sharding = batch_sharding(mesh)
 
@@ -89,9 +83,9 @@ class Evaluation:
         placed = blocks_of_rows(rows, config, mesh.shape["sequence"])
         self._rows = PackedRows(**{name: place(x) for name, x in placed.items()})
         self._key = jax.random.fold_in(jax.random.key(config.seed), MASKS)
-        self._jitted = make_evaluation_step(graph, objective)
+        self._jitted = make_evaluation_step(program.graph, program.objective)
         self._step: jax.stages.Compiled | None = None
-        section, masks = config.evaluation, objective.kind == "wedlm"
+        section, masks = config.evaluation, config.objective == "wedlm"
         self._prompts = prompts_of(rows, section.prompts if masks else 0, section.seed)
         longest, limit = max(map(len, self._prompts), default=0), model.max_position_embeddings
         tokens = min(section.max_tokens, limit - longest)
@@ -104,7 +98,7 @@ class Evaluation:
         if most and can_decode(mesh, model.hidden_size):
             self._engine = OwnEngine(
                 mesh,
-                graph,
+                program.graph,
                 dtype=config.loss.dtype,
                 window=DEFAULT_WINDOW if masks else 0,
                 prompts=-(-most // jax_processes().count),

@@ -38,7 +38,7 @@ from train.start import (
 from train.step import TrainState, forgiven, with_frozen
 from train.step_cost import describe_budget, model_flops, peak_flops
 from train.watch.diagnosis import Profiler, StallWatch
-from train.watch.log import MetricsLog, check_boards, evaluated_steps, open_boards
+from train.watch.log import MetricsLog, NoLog, check_boards, evaluated_steps, open_boards
 from train.watch.records import SKIPPED, PendingMetrics, Record, TooManySkipped, cut_back
 from train.watch.run_time import RunTime
 from wedlm_jax.attention import check_runs_on
@@ -114,7 +114,8 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         pad = model.pad_token_id or 0
         data = open_sources(config, tokenizer, pad)
         held = held_out_rows(config, tokenizer, pad) if config.evaluation.every else None
-        program = make_program(config, model, mesh)
+        filled = with_prediction_blocks(config, needed_by_sources, mesh.shape["sequence"])
+        program = make_program(filled, model, mesh)
         if origin is not None:
             check_origin(origin, program)
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
@@ -131,12 +132,9 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         # Process 0 decides whether all processes write the description, which they do together.
         if not text_of_first("yes" if begun and is_described(output, model) else ""):
             describe_run(output, model, folder, program.lora)
-        program = make_program(
-            with_prediction_blocks(config, needed_by_sources, mesh.shape["sequence"]), model, mesh
-        )
         with jax.set_mesh(mesh):
             program = settled_here(program)
-            run = TrainingRun(program, data, held, output, files, time, asked)
+            run = TrainingRun(program, data, held, files, time, asked)
             parameters = to_export(run.run(checkpoints, origin))  # the moments are not kept for it
     except StorageFailure:
         files.abandon()  # the storage may refuse them, too
@@ -180,7 +178,6 @@ class TrainingRun:
       program: the recipe's program; its mesh must be the current one.
       data: the rows of each phase.
       held: rows to evaluate on, arrays ``[N, L]``; None if the run does not evaluate.
-      output: the run's folder.
       files: the files to which logs are written.
       time: the clock of this attempt.
       questions: questions to ask at every evaluation, if any.
@@ -191,7 +188,6 @@ class TrainingRun:
         program: TrainProgram,
         data: Sequence[RowSets],
         held: dict[str, np.ndarray] | None,
-        output: Path,
         files: RunFiles,
         time: RunTime,
         questions: AskedQuestions | None = None,
@@ -212,11 +208,7 @@ class TrainingRun:
         self._flops: dict[tuple[int, ...], float] = {
             phase.batch_shape: model_flops(phase.config, model) for phase in self._phases
         }
-        self._evaluation = None
-        if held is not None:
-            self._evaluation = Evaluation(
-                config, program.mesh, program.graph, model, program.objective, held, questions
-            )
+        self._evaluation = None if held is None else Evaluation(program, held, questions)
 
     def run(self, checkpoints: Checkpoints, origin: Origin | None = None) -> TrainState:
         """Trains from the newest checkpoint, or from where the recipe starts, to the last step.
@@ -260,9 +252,8 @@ class TrainingRun:
         try:
             with stop, watch, profiler:
                 self._evaluate_first(log, state, stop)
-                if log is not None:
-                    every = config.log_every
-                    log.expect(min(done + every - done % every, config.steps))
+                every = config.log_every
+                log.expect(min(done + every - done % every, config.steps))
                 for step in range(done + 1, config.steps + 1):
                     profiler.before(step - 1, state.step)
                     watch.step()
@@ -271,15 +262,14 @@ class TrainingRun:
                     shape = self._shape_of(step - 1)
                     state, measured = compiled[shape](state, rows, key)
                     pending.add(step, measured)
-                    if log is not None:
-                        log.step(step - 1)  # the newest step is still running
+                    log.step(step - 1)  # the newest step is still running
                     time.step(step, rows.tokens.size, self._flops[shape])
                     last, ends = step == config.steps, stop.after(step)
                     try:
                         saves = last or ends or step % config.checkpoint_every == 0
                         # If evaluation fails in one process, they can no longer save together.
                         saves = saves or (several and self._is_due(step))
-                        if last or step % config.log_every == 0:
+                        if last or step % every == 0:
                             self._log(log, step, pending.record())
                             saves = saves or checkpoints.failed()
                         if saves:
@@ -308,18 +298,19 @@ class TrainingRun:
                 profiler.end(config.steps, state.step)
         finally:
             batches.close()
-            if log is not None:
-                log.close()
+            log.close()
             time.close()
         return state
 
     def _save(
-        self, checkpoints: Checkpoints, state: TrainState, log: MetricsLog | None, *, whole: bool
+        self, checkpoints: Checkpoints, state: TrainState, log: NoLog, *, whole: bool
     ) -> None:
         self._files.publish()  # so that the logs up to a state exist when the state does
-        with contextlib.ExitStack() as stack:
-            if whole and log is not None:
-                stack.enter_context(log.saying(lambda s: f"writing the state, {s:.0f} s so far"))
+
+        def text(seconds: float) -> str:
+            return f"writing the state, {seconds:.0f} s so far"
+
+        with log.saying(text) if whole else contextlib.nullcontext():
             checkpoints.save(state, whole=whole)
 
     def _compile(self, done: int) -> dict[tuple[int, ...], Any]:
@@ -342,15 +333,15 @@ class TrainingRun:
         """Returns the shape of the batch of a step, counted from 0."""
         return next(phase.batch_shape for phase in self._phases if step < phase.stop)
 
-    def _open_log(self, done: int) -> MetricsLog | None:
+    def _open_log(self, done: int) -> NoLog:
         if not is_first():
-            return None
+            return NoLog()
         config = self._config
         cut_back(self._output / SKIPPED, done)  # repeated steps are reported again
         boards = open_boards(config, self._output, done)
         return MetricsLog(self._output, config.steps, done, config.objective, boards)
 
-    def _log(self, log: MetricsLog | None, step: int, record: Record) -> None:
+    def _log(self, log: NoLog, step: int, record: Record) -> None:
         devices = self._mesh.devices.flat
         peak = peak_flops(devices[0])
         speed = self._time.read(None if peak is None else peak * len(devices))
@@ -359,8 +350,7 @@ class TrainingRun:
         record |= self._epochs.record(step)
         if self._skipped.passed(step):
             record["batch"] = self._skipped.batch(step)
-        if log is not None:
-            log.write(step, record | speed)
+        log.write(step, record | speed)
 
     def _is_due(self, step: int) -> bool:
         """Returns whether the run evaluates after this many steps: before the first step, at each
@@ -368,9 +358,7 @@ class TrainingRun:
         every = self._config.evaluation.every
         return bool(every) and (step % every == 0 or step == self._config.steps)
 
-    def _evaluate(
-        self, state: TrainState, log: MetricsLog | None, stop: AgreedStop | None = None
-    ) -> Record:
+    def _evaluate(self, state: TrainState, log: NoLog, stop: AgreedStop | None = None) -> Record:
         """Evaluates and shows progress; raises `RunStopped` if asked to stop meanwhile."""
         assert self._evaluation is not None
         now, step = "", int(state.step)
@@ -381,13 +369,11 @@ class TrainingRun:
             if stop is not None and stop.now:
                 raise RunStopped(step, stop.status)
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._time.spent("evaluation"))
-            if log is not None:
-                stack.enter_context(log.saying(lambda s: f"evaluating: {now}, {s:.0f} s so far"))
+        saying = log.saying(lambda s: f"evaluating: {now}, {s:.0f} s so far")
+        with self._time.spent("evaluation"), saying:
             return self._evaluation.run(to_export(state), at)
 
-    def _evaluate_first(self, log: MetricsLog | None, state: TrainState, stop: AgreedStop) -> None:
+    def _evaluate_first(self, log: NoLog, state: TrainState, stop: AgreedStop) -> None:
         """Evaluates before the first step of an attempt, so that failures to compile, or a lack of
         memory, are found before there are steps to lose. The result is logged if the run evaluates
         at this step and has not done so yet."""
@@ -403,19 +389,14 @@ class TrainingRun:
         """Makes the last evaluation of a run that was stopped during it."""
         step = int(state.step)
         if not self._is_evaluated(step):
-            log = self._open_log(step)
-            try:
+            with contextlib.closing(self._open_log(step)) as log:
                 self._log_evaluation(log, step, self._evaluate(state, log))
-            finally:
-                if log is not None:
-                    log.close()
 
     def _is_evaluated(self, step: int) -> bool:
         """Returns whether process 0 has an evaluation of a step in the log."""
         found = is_first() and step in evaluated_steps(self._output)
         return bool(text_of_first("yes" if found else ""))
 
-    def _log_evaluation(self, log: MetricsLog | None, step: int, record: Record) -> None:
-        if log is not None:
-            log.evaluated(step, record)
+    def _log_evaluation(self, log: NoLog, step: int, record: Record) -> None:
+        log.evaluated(step, record)
         say(f"held out, step {step}: " + " ".join(f"{k} {v:.4g}" for k, v in record.items()))

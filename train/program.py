@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train.optimizer import make_optimizer, schedule_of
 from train.recipe.config import TrainConfig
 from train.recipe.phases import source_names
-from train.step import Guard, GuardState, Objective, TrainState, TrainStep, make_train_step
+from train.step import GuardState, Objective, TrainState, TrainStep, make_train_step
 from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
@@ -201,7 +201,7 @@ def make_program(
         optimizer,
         objective,
         schedule=schedule,
-        guard=Guard(config.optimizer.spike_factor),
+        spike_factor=config.optimizer.spike_factor,
         norms=config.metrics.norms,
     )
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -47,18 +47,8 @@ NORM_DECAY = 0.98
 """The decay of the running mean of gradient norms, which covers about 50 steps."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Guard:
-    """Rules for skipping steps.
-
-    Attributes:
-      spike_factor: skip a step if its gradient norm exceeds the running mean by this factor; with
-        0, only steps whose norm is not finite are skipped.
-      settle: the first steps, whose norms vary much, in which spikes do not count.
-    """
-
-    spike_factor: float = 0.0
-    settle: int = 50
+SETTLE = 50
+"""The first steps, whose norms vary much, in which spikes do not count."""
 
 
 @jax.tree_util.register_dataclass
@@ -79,13 +69,15 @@ class GuardState:
         return cls(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def judge(guard: Guard, state: GuardState, step: Array, norm: Array) -> tuple[Array, GuardState]:
+def judge(
+    state: GuardState, step: Array, norm: Array, spike_factor: float = 0.0
+) -> tuple[Array, GuardState]:
     """Returns whether step number ``step`` (from 0), with this gradient norm, is taken, a bool
-    scalar, and the guard's state after it."""
+    scalar, and the guard's state after it. A step is skipped if its norm is not finite, or exceeds
+    the running mean by ``spike_factor``, unless that is 0."""
     taken, known = jnp.isfinite(norm), state.mean_norm > 0
-    if guard.spike_factor:
-        usual = norm <= guard.spike_factor * state.mean_norm
-        taken &= (step < guard.settle) | ~known | usual
+    if spike_factor:
+        taken &= (step < SETTLE) | ~known | (norm <= spike_factor * state.mean_norm)
     mean = jnp.where(known, NORM_DECAY * state.mean_norm + (1 - NORM_DECAY) * norm, norm)
     return taken, GuardState(
         mean_norm=jnp.where(taken, mean, state.mean_norm),
@@ -187,7 +179,7 @@ def make_train_step(
     objective: Objective,
     *,
     schedule: optax.Schedule | None = None,
-    guard: Guard | None = None,
+    spike_factor: float = 0.0,
     norms: bool = True,
 ) -> TrainStep:
     """Returns the jitted step, whose state argument is donated. Called under ``jax.set_mesh``, it
@@ -198,7 +190,7 @@ def make_train_step(
       optimizer: an optimizer from `make_optimizer`.
       objective: what is learned.
       schedule: the optimizer's schedule, for reporting the learning rate.
-      guard: which steps are skipped; by default only those whose gradients are not finite.
+      spike_factor: which steps are skipped (`judge`).
       norms: whether to measure norms of parameters and updates (`group_norms`).
 
     Returns:
@@ -221,7 +213,7 @@ def make_train_step(
         parameters = optax.apply_updates(state.parameters, updates)
         # Measured before clipping, which would hide a spike.
         norm = optax.global_norm(gradients)
-        taken, guard_state = judge(guard or Guard(), state.guard, state.step, norm)
+        taken, guard_state = judge(state.guard, state.step, norm, spike_factor)
         # Both branches exist in the program, and a skipped step keeps the old state bit for bit.
         parameters, optimizer_state = jax.tree.map(
             partial(jnp.where, taken),
@@ -273,8 +265,7 @@ def prepare(
 ) -> tuple[PackedRows | DualStreamBatch | WindowBatch, dict[str, Array], LossFn]:
     """Returns the model's batches ``[A, R, ...]``, global denominators, and the loss function."""
     if objective.kind == "ar":
-        totals = jax.tree.map(partial(jnp.sum, axis=0), jax.vmap(ar_denominators)(rows))
-        return rows, totals, partial(_call, ar_loss, objective.loss)
+        return rows, _totals(ar_denominators, rows), partial(ar_loss, config=objective.loss)
     # A key for each row, so that its masks do not depend on how a step is divided into
     # micro-batches.
     keys = jax.random.split(key, rows.tokens.shape[:2])
@@ -282,10 +273,8 @@ def prepare(
         draw = partial(draw_anchors, count=objective.windows)
         anchors = jax.vmap(jax.vmap(draw))(keys, rows)
         windows = jax.vmap(partial(window_batch, width=objective.block_size))(rows, anchors)
-        each = jax.vmap(drafter_denominators)(windows)
-        totals = jax.tree.map(partial(jnp.sum, axis=0), each)
-        loss = partial(drafter_loss, distance=objective.distance)
-        return windows, totals, partial(_call, loss, objective.loss)
+        loss = partial(drafter_loss, config=objective.loss, distance=objective.distance)
+        return windows, _totals(drafter_denominators, windows), loss
     masked, ratio = jax.vmap(jax.vmap(partial(_row_masks, objective)))(keys, rows.trainable)
     return prepare_given(objective, rows, masked, ratio)
 
@@ -308,17 +297,14 @@ def prepare_given(
         dual_stream, block_size=objective.block_size, mask_token_id=objective.mask_token_id
     )
     batches = jax.vmap(build)(rows, masked, mask_ratio)
-    per_step = jax.vmap(partial(wedlm_denominators, config=objective.loss))(batches)
-    # Denominators of the whole global batch, before any gradient. Each micro-batch then adds its
-    # share of one mean, so accumulation does not change the result.
-    totals = jax.tree.map(partial(jnp.sum, axis=0), per_step)
-    return batches, totals, partial(_call, wedlm_loss, objective.loss)
+    totals = _totals(partial(wedlm_denominators, config=objective.loss), batches)
+    return batches, totals, partial(wedlm_loss, config=objective.loss)
 
 
-def _call(
-    loss: Callable, config: LossConfig, model: Transformer, batch: Any, denominators: dict
-) -> tuple[Array, Metrics]:
-    return loss(model, batch, denominators, config)
+def _totals(count: Callable[[Any], dict[str, Array]], batches: Any) -> dict[str, Array]:
+    """Returns the denominators of the whole global batch, before any gradient. Each micro-batch
+    then adds its share of one mean, so accumulation does not change the result."""
+    return jax.tree.map(partial(jnp.sum, axis=0), jax.vmap(count)(batches))
 
 
 def accumulate(

@@ -74,6 +74,14 @@ def training_rows(seed=0):
     return jax.tree.map(lambda x: micro_batches(x, 2), global_batch(seed)[0])
 
 
+def many_rows(random, prompt):
+    """Rows ``[2, 8, 32]`` of samples of many lengths, and masks; ``prompt`` maps the length of a
+    sample to that of its prompt."""
+    lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * 4
+    samples = [[random_sample(random, n, prompt=prompt(n)) for n in row] for row in lengths]
+    return jax.tree.map(lambda x: x.reshape(2, 8, 32), packed(samples, 32))
+
+
 def named(tree):
     """The leaves of a tree by their paths, on the host."""
     host = jax.device_get(tree)

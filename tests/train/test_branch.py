@@ -10,10 +10,17 @@ import pytest
 
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.data import corpus_rows
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from train.loop import train as run_training
 from train.optimizer import schedule_of
-from train.recipe.config import LoraSection, ModelSection, OptimizerSection, PhaseSection
+from train.recipe.config import (
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimizerSection,
+    PhaseSection,
+)
 from train.resume import origin_of
 from wedlm_jax.checkpoint.orbax import read_arrays, whole_steps
 from wedlm_jax.errors import InputError
@@ -83,10 +90,13 @@ def test_a_branch_with_the_same_recipe_takes_the_same_steps(
 
 
 @pytest.mark.full
-def test_a_branch_goes_on_without_the_run_that_it_came_from(origin, tmp_path, capsys):
+def test_a_branch_goes_on_without_the_run_that_it_came_from(
+    origin, tokenizer_folder, tmp_path, capsys
+):
     """Not even a tokenizer is named; killed before it has written a state of its own making."""
     copy = shutil.copytree(origin, tmp_path / "a")
-    config = recipe(tmp_path / "b", None, branch_from=str(copy / "checkpoints" / "4"))
+    data = DataSection(sources={str(corpus_rows(tokenizer_folder)): 1.0})
+    config = recipe(tmp_path / "b", None, data=data, branch_from=str(copy / "checkpoints" / "4"))
     run_until_killed(config, 5)
     shutil.rmtree(copy)
     capsys.readouterr()
@@ -95,7 +105,7 @@ def test_a_branch_goes_on_without_the_run_that_it_came_from(origin, tmp_path, ca
     assert metric_lines(tmp_path / "b") == metric_lines(origin)[1:]
     assert_same_state(tmp_path / "b", origin, 6)
     # A branch of a branch says where both came from.
-    run_training(recipe(tmp_path / "c", None, branch_from=f"{tmp_path / 'b'}@4"))
+    run_training(recipe(tmp_path / "c", None, data=data, branch_from=f"{tmp_path / 'b'}@4"))
     assert json.loads((tmp_path / "c" / "origin.json").read_text()) == {
         "run": str(tmp_path / "b"),
         "step": 4,

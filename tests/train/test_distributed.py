@@ -29,7 +29,7 @@ from train import checkpoint as training_states
 from train.agreement import agree, differences
 from train.data.batches import TrainBatches
 from train.evaluation import Evaluation, asked_questions, drawn_questions
-from train.program import objective_of
+from train.program import make_program
 from train.recipe.config import DataSection, EvaluationSection
 from train.start import held_out_rows
 from wedlm_jax.__main__ import main
@@ -46,12 +46,11 @@ def evaluation_of(run, config):
     model = load_checkpoint(run / "hf", mesh=mesh)
     tokenizer = Tokenizer.from_file(str(run / "hf" / "tokenizer.json"))
     held = held_out_rows(config, tokenizer, model.config.pad_token_id or 0)
-    graph, parameters = nnx.split(model)
     drawn = drawn_questions(config.evaluation)
     asked = asked_questions(config, drawn, run / "hf", model.config.max_position_embeddings)
+    program = make_program(config, model.config, mesh)
     with jax.set_mesh(mesh):
-        objective = objective_of(config, model.config)
-        return Evaluation(config, mesh, graph, model.config, objective, held, asked).run(parameters)
+        return Evaluation(program, held, asked).run(nnx.state(model))
 
 
 @pytest.mark.full

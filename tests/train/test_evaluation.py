@@ -235,9 +235,7 @@ def test_eight_devices_decode_what_one_decodes(tokenizer_folder):
         parameters = jax.device_put(first, tree_shardings(mesh, first))
         assert parameters["embed_tokens"][...].sharding.num_devices == len(devices)
         with jax.set_mesh(mesh):
-            evaluation = Evaluation(
-                config, mesh, program.graph, program.model, program.objective, held
-            )
+            evaluation = Evaluation(dataclasses.replace(program, mesh=mesh), held)
             once = evaluation._decode(parameters, print)
             # Again with others, for which nothing is compiled: so sharp that entropies differ.
             return [once, evaluation._decode(jax.tree.map(lambda x: 16 * x, parameters), print)]

@@ -20,11 +20,12 @@ from tests.examples.train_step import (
     KEY,
     assert_same_gradients,
     fresh_state,
+    many_rows,
     named,
     optimizer,
     run_steps,
 )
-from tests.examples.training import BLOCK, MASK_TOKEN, TINY, packed, random_sample, tiny_transformer
+from tests.examples.training import BLOCK, MASK_TOKEN, TINY, tiny_transformer
 from tests.jaxpr_shapes import arrays_in
 from train.loop import train as run_training
 from train.program import make_program
@@ -58,11 +59,7 @@ def adapted_state():
 
 @cache
 def rows():
-    """``[2, 8, L]``, and masks for them."""
-    random = np.random.default_rng(4)
-    lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * 4
-    samples = [[random_sample(random, n, prompt=2) for n in row] for row in lengths]
-    return jax.tree.map(lambda x: x.reshape(2, 8, 32), packed(samples, 32))
+    return many_rows(np.random.default_rng(4), prompt=lambda length: 2)
 
 
 step = make_train_step(GRAPH, optimizer(), objective())

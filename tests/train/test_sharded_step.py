@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.train_step import DIVIDED, KEY, fresh_state, optimizer, run_steps
-from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from tests.examples.train_step import DIVIDED, KEY, fresh_state, many_rows, optimizer, run_steps
+from tests.examples.training import BLOCK, MASK_TOKEN, tiny_transformer
 from train.step import Objective, accumulate, make_train_step, prepare
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
@@ -44,10 +44,7 @@ def batches():
     random = np.random.default_rng(4)
     steps = []
     for _ in range(STEPS):
-        lengths = [(9, 12), (30,), (4, 5, 6), (17, 8)] * (2 * ROWS // 4)
-        samples = [[random_sample(random, n, prompt=n // 2) for n in row] for row in lengths]
-        stacked, _, _ = packed(samples, LENGTH)
-        rows = jax.tree.map(lambda x: x.reshape(2, ROWS, LENGTH), stacked)
+        rows, _, _ = many_rows(random, prompt=lambda length: length // 2)
         source = random.integers(0, 3, (2, ROWS, 1)) == np.arange(3)
         steps.append(dataclasses.replace(rows, source=jnp.asarray(source)))
     return steps

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from train.data.chat import BESIDE, PAIRS
-from wedlm_jax.errors import InputError, file_error, is_passing, shortened
+from wedlm_jax.errors import InputError, file_error, is_passing, require_extra, shortened
 from wedlm_jax.records.compressed import DAMAGE, unpacked
 from wedlm_jax.records.files import (
     JSONL,
@@ -114,7 +114,7 @@ def find_input(names: Sequence[str]) -> FoundFiles:
             shown = ", ".join(f"{name.rstrip('/')}/{split}" for split in splits)
             raise InputError(f"{name}: a dataset of several splits; name those to read: {shown}")
         if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-            _require_datasets()
+            require_extra(f"{name}: a folder of a Hugging Face dataset", "datasets", "datasets")
             files.append(RecordFile(folder, name, folder.name, DATASET))
             continue
         found = find_files([name], ENDINGS)
@@ -278,21 +278,12 @@ def _rows(chunk: RecordChunk) -> list[dict[str, Any] | Malformed]:
     return [_parsed(row, file, number) for number, row in enumerate(rows, chunk.first)]
 
 
-def _require_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise InputError(
-            "folders of Hugging Face datasets need the library datasets, which is not installed: "
-            "pip install 'wedlm-jax[datasets]'"
-        ) from None
-    return datasets
-
-
 @functools.cache
 def _dataset(folder: Path) -> Any:
     """Returns the dataset of a folder, mapped into memory."""
-    return _require_datasets().load_from_disk(str(folder))
+    import datasets
+
+    return datasets.load_from_disk(str(folder))
 
 
 def _parsed(line: bytes | None, file: RecordFile, number: int) -> dict[str, Any] | Malformed:

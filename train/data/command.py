@@ -6,6 +6,7 @@ Tested by tests/train/data/test_job.py.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,29 +146,22 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
 
     from train.data.chunks import find_input
-    from train.data.job import MALFORMED, TokeniseOptions, check_options, tokenise
+    from train.data.job import MALFORMED, TokeniseOptions, tokenise
     from train.data.samples import SampleOptions
     from wedlm_jax.host.processes import find_host
 
+    given = vars(options) | {"tokenizer": packaged(options.tokenizer)}
+    decisive = {field.name: given[field.name] for field in dataclasses.fields(SampleOptions)}
     job = TokeniseOptions(
         inputs=tuple(options.input),
         output=options.output,
         block_size=options.block_size,
-        samples=SampleOptions(
-            tokenizer=packaged(options.tokenizer),
-            row_length=options.row_length,
-            format=options.format,
-            train_on_prompt=options.train_on_prompt,
-            end_tokens=options.end_tokens,
-            document_end=options.document_end,
-            trust_special_tokens=options.trust_special_tokens,
-        ),
+        samples=SampleOptions(**decisive),
         workers=options.workers,
         fail_fast=options.fail_fast,
         shard_rows=options.rows_per_shard,
         host=find_host(options.num_hosts, options.host_id),
     )
-    check_options(job)
     found = find_input(job.inputs)
     print(f"{counted(len(found.files), 'file')} to read", flush=True)
     if others := found.others:

@@ -110,7 +110,7 @@ def tokenise(options: TokeniseOptions, progress: Progress) -> Manifest | None:
       InputError: options that do not fit, an input or tokenizer that cannot be read, no usable
         record, or, with ``fail_fast``, the first malformed one.
     """
-    check_options(options)
+    _check_options(options)
     files = find_input(options.inputs).files
     fingerprint = tokenizer_fingerprint(load_tokenizer(Path(options.samples.tokenizer)))
     parts = cut_into_parts(files)
@@ -202,7 +202,7 @@ def _plan(
     }
 
 
-def check_options(options: TokeniseOptions) -> None:
+def _check_options(options: TokeniseOptions) -> None:
     """Refuses sizes that do not fit together, and an output that is there already."""
     least = {
         "--row-length": (options.samples.row_length, 1),

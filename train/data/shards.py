@@ -96,7 +96,7 @@ class DataShard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a `dataset.json`.
+    """The content of a `dataset.json`. Earlier versions did not count what has a default here.
 
     Attributes:
       row_length, block_size: L and B of the packed rows.
@@ -108,20 +108,17 @@ class Manifest:
       fill: tokens / (rows * row_length).
       malformed: records left out; reasons: how many for each, and where the first ones stand.
       made_with: the settings that decided the rows.
-      trainable_blocks: blocks with a trainable token, in the rows together; None in folders of
-        earlier versions.
-      most_trainable_blocks: in one row.
-      added_tokens: how often each id occurs that the tokenizer has as an added token, or not at
-        all; None in folders of earlier versions. A mask token should not be among them.
-      unread_keys: how many records have a key that is not read, by its name; None in folders of
-        earlier versions.
-      turns, changed_turns, first_changed: turns of assistants; how many of them the chat template
-        did not write as they were, and the first: ``place``, ``written`` and ``became``.
-      typed: records that spell special tokens in their messages, which are text.
-      turn_end: the token that ends them; None where there are no conversations, and in folders of
-        earlier versions.
       content: SHA-256 of all rows in order.
       shards: the files in order.
+      added_tokens: how often each id occurs that the tokenizer has as an added token, or not at
+        all. A mask token should not be among them.
+      trainable_blocks, most_trainable_blocks: blocks with a trainable token, in the rows together
+        and in one row.
+      unread_keys: how many records have a key that is not read, by its name.
+      turns, changed_turns, first_changed: turns of assistants; how many of them the chat template
+        did not write as they were, and the first: ``place``, ``written`` and ``became``.
+      turn_end: the token that ends them; None where there are no conversations.
+      typed: records that spell special tokens in their messages, which are text.
     """
 
     row_length: int

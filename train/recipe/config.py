@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -20,7 +21,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from train.recipe.fields import Origins, apply_override, check_fields, field
+from train.recipe.fields import apply_override, check_fields, field, field_origin
 from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
@@ -327,11 +328,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
     for item in overrides or []:
         with _told_as(f"override {item!r}"):
             apply_override(merged, item)
-    origins = Origins(path, overrides or [])
-    with _told_as(origins.of):
+    given_in = partial(field_origin, path, overrides or [])
+    with _told_as(given_in):
         config = OmegaConf.to_object(merged)
     assert isinstance(config, TrainConfig)
-    _check(config, origins)
+    _check(config, given_in)
     return config
 
 
@@ -411,17 +412,17 @@ def _unknown_key(key: str) -> str:
     return f"unknown key {key!r}" + (f"; did you mean {near!r}?" if near else "")
 
 
-def _check(config: TrainConfig, origins: Origins) -> None:
+def _check(config: TrainConfig, given_in: Callable[..., str]) -> None:
     """Refuses values of fields, and fields that do not go together.
 
     Raises:
       InputError: it begins with where the value of the first of the fields comes from.
     """
-    check_fields(config, origins.of)
+    check_fields(config, given_in)
     try:
         SkippedBatches.of(config.data.skip)
     except InputError as error:
-        raise InputError(f"{origins.of('data.skip')}: {error}") from None
+        raise InputError(f"{given_in('data.skip')}: {error}") from None
     sources, section, lora = config.data.sources, config.evaluation, config.lora
     drafter = config.objective == "drafter"
     rules = (
@@ -471,4 +472,4 @@ def _check(config: TrainConfig, origins: Origins) -> None:
     )
     for is_wrong, fields, sentence in rules:
         if is_wrong:
-            raise InputError(f"{origins.of(*fields)}: {sentence}")
+            raise InputError(f"{given_in(*fields)}: {sentence}")

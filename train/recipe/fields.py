@@ -89,26 +89,15 @@ def _one_of(choices: tuple[str, ...]) -> str:
     return " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
 
 
-class Origins:
-    """The source of each field's value.
-
-    Args:
-      path: path of the recipe.
-      overrides: overrides of its fields; the last one counts.
-    """
-
-    def __init__(self, path: str | Path, overrides: Sequence[str]):
-        self._path, self._overrides = path, list(overrides)
-
-    def of(self, *names: str) -> str:
-        """Returns the override that has given the first of these fields that has one, or has given
-        what the field is a part of, or a part of it; else the recipe."""
-        for name in names:
-            for item in reversed(self._overrides):
-                key = item.partition("=")[0].removeprefix("+")
-                if name == key or _is_in(name, key) or _is_in(key, name):
-                    return f"override {item!r}"
-        return str(self._path)
+def field_origin(path: str | Path, overrides: Sequence[str], *names: str) -> str:
+    """Returns the source of fields' values: the last override of the first of these fields that has
+    one, or of what the field is a part of, or of a part of it; else the path of the recipe."""
+    for name in names:
+        for item in reversed(overrides):
+            key = item.partition("=")[0].removeprefix("+")
+            if name == key or _is_in(name, key) or _is_in(key, name):
+                return f"override {item!r}"
+    return str(path)
 
 
 def _is_in(name: str, whole: str) -> bool:

@@ -126,7 +126,25 @@ SHOWN = {
 """On the line for a person, in this order and by these names; all else is in the files."""
 
 
-class MetricsLog:
+class NoLog:
+    """The log of a process other than the first: it writes nothing. The methods are those of
+    `MetricsLog`."""
+
+    def write(self, step: int, record: Record) -> None: ...
+
+    def step(self, step: int) -> None: ...
+
+    def expect(self, step: int) -> None: ...
+
+    def saying(self, text: Callable[[float], str]) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def evaluated(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsLog(NoLog):
     """Writes what a run measures: to a progress bar, to its files, and to boards.
 
     Args:

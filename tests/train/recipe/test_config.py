@@ -162,6 +162,8 @@ data.skip=[5, 9] | data.skip: expected a list of ranges, such as \[\[5001, 5050\
 data.skip=5 | data.skip: expected a list of ranges.*
 data.skip=[[a, 9]] | data.skip\[0\]\[0\]: expected a list of ranges.*not 'a'
 output=${nowhere} | .*
+optimizer=adam | optimizer: expected fields of its own, such as .*
+data.sources=x | data.sources: expected a mapping, such as .*
 """
 OF_A_DRAFTER = r"""
 lora.rank=0 | objective drafter trains adapters; give lora.rank.*
@@ -255,16 +257,6 @@ def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path):
     assert (config.data.prefetch, config.data.sources) == (7, {"prose": 1.0, "reasoning": 2.0})
 
 
-def test_every_field_is_described_once():
-    lines = describe()
-    names = [name for name, _, _ in lines]
-    assert len(set(names)) == len(names)
-    assert ("steps", "1000", "optimizer steps") in lines
-    assert ("optimizer.b2", "0.95", "AdamW's second moment decay") in lines
-    assert "model.init_from" in names
-    assert all(meaning for _, _, meaning in lines)
-
-
 def test_every_setting_of_the_loss_can_be_set_in_a_recipe():
     section = {f.name: f.type for f in dataclasses.fields(type(TrainConfig().loss))}
     assert section == {f.name: f.type for f in dataclasses.fields(LossConfig)}
@@ -297,25 +289,15 @@ def test_help_names_every_field(capsys):
     lines = capsys.readouterr().out.splitlines()
     named = {line.split()[0]: line for line in lines if line.startswith("  ") and line.split()}
     for name, default, meaning in describe():
+        assert meaning
         assert meaning in named[name]
         assert named[name].endswith(f"[{default}]")
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides", "message"),
-    [
-        ("stpes: 5", [], "unknown key 'stpes'; did you mean 'steps'?"),
-        ("steps: 5", ["rows=none"], "override 'rows=none': rows: expected an integer, not 'none'"),
-        ("steps: 5", ["optimizer=adam"], "optimizer: expected fields of its own, such as"),
-        ("steps: 5", ["data.sources=x"], "data.sources: expected a mapping, such as"),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(asked_for, tmp_path, capsys, text, overrides, message):
-    assert main(["train", "--config", str(recipe(tmp_path, text)), *overrides]) == 2
+def test_bad_input_is_one_line_and_status_2(asked_for, tmp_path, capsys):
+    assert main(["train", "--config", str(recipe(tmp_path)), "rows=none"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("wedlm train: ")
-    assert message in error
-    assert error.count("\n") == 1
+    assert error == "wedlm train: override 'rows=none': rows: expected an integer, not 'none'\n"
     assert not asked_for
 
 
