@@ -158,7 +158,8 @@ def test_no_gradient_and_no_float32_copy_of_a_frozen_matrix_exists():
 
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), frozen)
     assert large(half, first) == set()
-    assert large(None, nnx.state(tiny_transformer())) == sides
+    # Where all is trained each exists, as it lies: [out, in].
+    assert large(None, nnx.state(tiny_transformer())) == sides - {(12, 97)}
 
 
 def lora_recipe(output, init_from, **changes):
