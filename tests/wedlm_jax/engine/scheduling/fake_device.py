@@ -1,4 +1,5 @@
-"""A device in plain Python that knows what every place of its pages ought to hold.
+"""A device in plain Python that knows what every place of its pages ought to hold, and a scheduler
+over it.
 
 A token is a function of all the text before it (and, in mode "paper", of the window it was filled
 in), so a wrong prefix or a lost window gives other tokens. Each place remembers the text that its
@@ -13,10 +14,14 @@ import random
 
 import numpy as np
 
-from wedlm_jax.engine.interface import NewTokens, Report, Request
+from wedlm_jax.engine.interface import Finished, NewTokens, Report, Request
+from wedlm_jax.engine.scheduling.scheduler import Scheduler
 from wedlm_jax.engine.settings import SchedulerSizes
+from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.params import SamplingParams
 
 VOCAB = 50
+WINDOW = 3
 STOP = 0
 NOT_FINAL = -1
 
@@ -207,9 +212,12 @@ class FakeDevice:
                 assert not page or readers[index // count, page] == 1, "would write into another's"
         for replica in range(self.sizes.num_replicas):
             own = burst.arrival[replica * count : (replica + 1) * count]
-            ranks = [own[i % count] for i in self.sequences if i // count == replica]
+            own_sequences = [one for one in self.sequences.items() if one[0] // count == replica]
+            ranks = [own[i % count] for i, _ in own_sequences]
             planned = range(sum(own < count)) if self._tickets else range(len(ranks))
             assert len(set(ranks)) == len(ranks)
+            by_number = sorted(own_sequences, key=lambda one: one[1].request.number)
+            assert [own[i % count] for i, _ in by_number] == sorted(ranks)
             assert set(ranks) <= set(planned)
 
     def _forwards(self, burst):
@@ -327,3 +335,19 @@ def drain(scheduler, events=None, *, steps=10_000):
 def numbers_of(events, kind):
     """The requests that had events of a kind, in their order."""
     return [event.number for event in events if isinstance(event, kind)]
+
+
+def new(window=WINDOW, **changes):
+    sizes = small_sizes(**changes)
+    device = FakeDevice(sizes)
+    return Scheduler(device, sizes, FixedWindows(window)), device
+
+
+def request(number, prompt, *, max_tokens=10, mode="ar", window=None, **options):
+    options = {"ignore_eos": True, **options}
+    params = SamplingParams(max_tokens=max_tokens, mode=mode, **options)
+    return Request(number, prompt, params, window)
+
+
+def results(events):
+    return {event.number: event.result for event in events if isinstance(event, Finished)}

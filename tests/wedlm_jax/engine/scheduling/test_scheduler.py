@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""What the scheduler plans and reports. That nothing is lost or mixed up, the machine tests."""
 
 import dataclasses
 
@@ -6,65 +6,31 @@ import numpy as np
 import pytest
 
 from tests.wedlm_jax.engine.scheduling.fake_device import (
+    WINDOW,
     FakeDevice,
     decode_alone,
     drain,
-    numbers_of,
-    small_sizes,
-)
-from tests.wedlm_jax.engine.scheduling.scheduler_examples import (
-    WINDOW,
     new,
+    numbers_of,
     request,
     results,
+    small_sizes,
 )
-from wedlm_jax.engine.interface import Failed, Finished, NewTokens, TokenDelta
+from wedlm_jax.engine.interface import Failed, NewTokens, TokenDelta
 from wedlm_jax.engine.scheduling.scheduler import Scheduler
+from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.errors import InputError
 
-# --- requests, tokens and events ----------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["ar", "verified", "paper"])
-def test_a_result_is_that_of_the_sequence_alone(mode):
-    scheduler, _ = new()
-    one = request(7, [1, 2, 3], max_tokens=20, mode=mode)
-    events = drain(scheduler, scheduler.step([one]))
-    result = results(events)[7]
-    tokens, reason, forwards, instances = decode_alone(one, 0 if mode == "ar" else WINDOW)
-    assert result.token_ids == tokens
-    assert (result.finish_reason, result.num_forwards) == (reason, forwards)
-    assert result.num_token_instances == instances
-    assert len(result.forwards_at) == len(result.instances_at) == 20
-    assert result.logprobs is None
-    assert result.num_cached_tokens == 0
-
-
-def test_deltas_add_up_to_the_result():
-    scheduler, _ = new(longest_burst=3)
-    events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=12)]))
-    deltas = [event for event in events if isinstance(event, TokenDelta)]
-    assert len(deltas) == 4
-    assert isinstance(events[-1], Finished)
-    result = events[-1].result
-    assert [token for delta in deltas for token in delta.token_ids] == result.token_ids
-    assert [delta.num_output for delta in deltas] == [3, 6, 9, 12]
-    assert [delta.num_forwards for delta in deltas] == [3, 6, 9, 12]
-    assert [at for delta in deltas for at in delta.forwards_at] == result.forwards_at
-
 
 def test_deltas_of_two_steps_are_one():
-    scheduler, _ = new(longest_burst=3)
-    events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=6, logprobs=0)]))
-    first, second = (event for event in events if isinstance(event, TokenDelta))
-    whole, _ = new(longest_burst=6)
-    (expected,) = (
-        event
-        for event in drain(whole, whole.step([request(1, [5], max_tokens=6, logprobs=0)]))
-        if isinstance(event, TokenDelta)
-    )
-    assert first.followed_by(second) == expected
+    def deltas(longest_burst):
+        scheduler, _ = new(longest_burst=longest_burst)
+        events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=6, logprobs=0)]))
+        return [event for event in events if isinstance(event, TokenDelta)]
+
+    first, second = deltas(3)
+    assert [first.followed_by(second)] == deltas(6)
 
 
 def test_the_next_burst_runs_while_the_caller_has_the_events_of_the_last():
@@ -91,42 +57,6 @@ def test_a_burst_in_flight_is_over_before_a_grammar_is_asked():
     assert numbers_of(events, TokenDelta) == [1]
 
 
-def test_what_was_aborted_in_flight_says_nothing_even_if_its_place_is_taken():
-    scheduler, device = new(num_sequences=1, longest_burst=2)
-    scheduler.step([request(1, [5], max_tokens=40)], ahead=True)
-    events = scheduler.step([request(2, [7], max_tokens=40)], aborted=[1], ahead=True)
-    assert device.bursts[-1].released == [0]
-    events += drain(scheduler)
-    assert {event.number for event in events} == {2}
-    assert results(events)[2].token_ids == decode_alone(request(2, [7], max_tokens=40), 0)[0]
-
-
-def test_a_stop_token_ends_a_sequence():
-    scheduler, _ = new()
-    many = [request(i, [i + 1], max_tokens=60, ignore_eos=False) for i in range(12)]
-    ended = results(drain(scheduler, scheduler.step(many)))
-    reasons = {number: result.finish_reason for number, result in ended.items()}
-    assert set(reasons.values()) == {"stop", "length"}
-    for one in many:
-        assert reasons[one.number] == decode_alone(one, 0)[1]
-
-
-def test_prompts_may_be_arrays():
-    scheduler, _ = new()
-    prompts = [[5, 6, 7], np.array([5, 6, 7]), range(5, 8)]
-    many = [request(i, prompt) for i, prompt in enumerate(prompts)]
-    ended = results(drain(scheduler, scheduler.step(many)))
-    assert ended[0].token_ids == ended[1].token_ids == ended[2].token_ids
-
-
-def test_a_window_of_its_own():
-    scheduler, device = new()
-    modes = [("paper", None), ("paper", 2), ("ar", 2), ("verified", 0)]
-    requests = [request(i, [9], mode=mode, window=w) for i, (mode, w) in enumerate(modes)]
-    scheduler.step(requests)
-    assert device.bursts[0].windows.tolist() == [3, 2, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
@@ -138,19 +68,14 @@ def test_a_window_of_its_own():
 def test_what_could_never_be_decoded_is_refused(prompt, max_tokens, message):
     scheduler, device = new(num_pages=24)
     bad = request(1, prompt, max_tokens=max_tokens, mode="paper")
-    events = scheduler.step([bad, request(2, [1, 2])])
+    longest = request(2, [1] * 66, max_tokens=20, mode="paper")
+    events = scheduler.step([bad, longest])
     assert isinstance(events[0], Failed)
     assert events[0].number == 1
     assert isinstance(events[0].error, InputError)
     assert message in str(events[0].error)
-    assert numbers_of(drain(scheduler, events), Finished) == [2]
+    assert len(results(drain(scheduler, events))[2].token_ids) == 20
     assert device.admitted == [2]
-
-
-def test_the_longest_that_fits_is_decoded():
-    scheduler, _ = new(num_pages=24)
-    events = drain(scheduler, scheduler.step([request(1, [1] * 66, max_tokens=20, mode="paper")]))
-    assert len(results(events)[1].token_ids) == 20
 
 
 def test_a_number_is_under_way_once():
@@ -163,48 +88,18 @@ def test_a_number_is_under_way_once():
 def test_an_idle_step_does_nothing():
     scheduler, device = new()
     assert scheduler.step() == []
-    assert scheduler.step([], [5]) == []
+    assert scheduler.step([request(5, [])], [5]) == []
     assert not device.bursts
 
 
+def test_prefixes_are_forgotten_between_requests_alone():
+    scheduler, _ = new(longest_burst=1)
+    scheduler.step([request(1, range(20))])
+    with pytest.raises(RuntimeError, match="while no request runs or waits"):
+        scheduler.forget_prefixes()
+
+
 # --- aborts and errors --------------------------------------------------------------------
-
-
-def test_an_abort_frees_pages_at_once_and_nothing_more_is_heard():
-    scheduler, device = new(longest_burst=1)
-    scheduler.step([request(1, range(20)), request(2, [1])])
-    used = scheduler.counters.pages_used
-    events = scheduler.step([], [1])
-    assert scheduler.counters.pages_used <= used - 5
-    assert device.bursts[-1].released == [0]
-    assert 1 not in [event.number for event in drain(scheduler, events)]
-
-
-def test_who_waits_may_be_aborted_too():
-    scheduler, device = new(num_sequences=1, longest_burst=1)
-    scheduler.step([request(1, [1]), request(2, [2])])
-    events = scheduler.step([request(3, [3]), request(4, [])], [2, 3, 4])
-    assert numbers_of(drain(scheduler, events), Finished) == [1]
-    assert device.admitted == [1]
-    assert not numbers_of(events, Failed)
-
-
-def test_an_index_is_used_again_right_after_an_abort():
-    scheduler, device = new(num_sequences=1, longest_burst=1)
-    scheduler.step([request(1, range(20)), request(2, range(20))])
-    scheduler.step([], [1])
-    assert device.bursts[-1].released == [0]
-    assert [admission.index for admission in device.bursts[-1].admissions] == [0]
-
-
-def test_the_last_one_aborted_is_released_with_the_next_burst():
-    scheduler, device = new(longest_burst=1)
-    scheduler.step([request(1, [1])])
-    assert scheduler.step([], [1]) == []
-    assert len(device.bursts) == 1
-    assert not scheduler.has_work
-    scheduler.step([request(2, [2])])
-    assert device.bursts[-1].released == [0]
 
 
 class FaultyDevice(FakeDevice):
@@ -271,17 +166,6 @@ def test_bursts_end_when_somebody_who_waits_may_begin():
     assert device.admitted == [0, 1, 2]
 
 
-def test_prompts_are_computed_in_order_of_arrival():
-    scheduler, device = new(longest_burst=1)
-    scheduler.step([request(0, [1, 2], max_tokens=3), request(1, [3] * 60, max_tokens=20)])
-    while 0 in scheduler._sequences:
-        scheduler.step()
-    scheduler.step([request(2, [4] * 60, max_tokens=20)])
-    burst = device.bursts[-1]
-    assert [admission.index for admission in burst.admissions] == [0]
-    assert burst.arrival[0] > burst.arrival[1]
-
-
 def test_a_caller_may_ask_for_fewer_forwards_or_none():
     scheduler, device = new()
     assert scheduler.step([request(1, [5]), request(2, [6])], max_forwards=0) == []
@@ -292,17 +176,6 @@ def test_a_caller_may_ask_for_fewer_forwards_or_none():
     ended = results(drain(scheduler, events))
     assert ended[1].token_ids == decode_alone(request(1, [5]), 0)[0]
     assert scheduler.index_of(1) is None
-
-
-def test_replicas_have_pages_of_their_own():
-    scheduler, device = new(num_replicas=2)
-    many = [request(i, [i + 1] * 9, max_tokens=12, mode="paper") for i in range(10)]
-    events = drain(scheduler, scheduler.step(many))
-    first = device.bursts[0]
-    assert sorted(admission.index for admission in first.admissions) == list(range(8))
-    assert first.page_table[0, 0] == first.page_table[4, 0]
-    for one in many:
-        assert results(events)[one.number].token_ids == decode_alone(one, WINDOW)[0]
 
 
 def test_windows_learn_from_bursts():
@@ -321,3 +194,137 @@ def test_windows_learn_from_bursts():
     assert burst is device.bursts[0]
     assert report.num_output[0] > 0
     assert seconds is not None
+
+
+# --- prefixes -----------------------------------------------------------------------------
+
+
+def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone():
+    scheduler, device = new()
+    first = request(1, range(1, 22), max_tokens=17)
+    answer = results(drain(scheduler, scheduler.step([first])))[1].token_ids
+    prompt = [*range(1, 22), *answer, 7, 7, 7]
+    events = drain(scheduler, scheduler.step([request(2, prompt)]))
+    # 38 tokens, of which the last was never computed: 9 pages of 4.
+    assert results(events)[2].num_cached_tokens == 36
+    assert device.bursts[-1].page_table.shape[1] >= 9
+    assert scheduler.counters.prefix_tokens == 36
+    assert scheduler.counters.prompt_tokens == 21 + 41 - 36
+
+
+def test_samples_share_the_pages_of_their_prompt():
+    scheduler, device = new(longest_burst=1, chunk_tokens=64)
+    samples = [request(i, range(42), seed=i, temperature=1.0) for i in range(4)]
+    scheduler.step(samples)
+    assert len(device.sequences) == 1
+    scheduler.step()
+    tables = device.bursts[-1].page_table[:, :10]
+    assert (tables == tables[0]).all()
+    assert tables.all()
+    # One prompt, and for each sample the rest of it and its own tokens.
+    assert scheduler.counters.pages_used <= 10 + 4 * 2
+    ended = results(drain(scheduler))
+    assert [ended[i].num_cached_tokens for i in range(4)] == [0, 40, 40, 40]
+
+
+# --- pages that run out -------------------------------------------------------------------
+
+
+def test_pages_for_later_forwards_are_taken_back_before_anybody_is_put_back():
+    scheduler, _ = new(num_pages=30, max_model_len=80, longest_burst=64)
+    rich, poor = request(0, [1] * 9, max_tokens=60), request(1, [2] * 9, max_tokens=60)
+    scheduler.step([rich, poor])
+    sequences = {one.number: one for one in scheduler._running}
+    replica = scheduler._replicas[0]
+    replica.trim(sequences[1], sequences[1].room_needed)
+    replica.grow(sequences[0], replica.capacity(sequences[0]) + 4 * replica.num_available)
+    assert replica.num_available == 0
+    assert replica.shortfall() == 0
+    sequences[1].num_computed = replica.capacity(sequences[1])
+    assert replica.shortfall() == 1
+    scheduler._secure(replica, [])
+    assert scheduler.counters.preemptions == 0
+    assert replica.num_available >= replica.shortfall()
+
+
+class Widening(FixedWindows):
+    """Every window is as wide as it may be, but only after the first burst."""
+
+    is_wide = False
+
+    def choose(self, running):
+        widest = super().choose(running)
+        return widest if self.is_wide else [0] * len(widest)
+
+
+def test_who_would_begin_waits_where_windows_widen_instead():
+    sizes = small_sizes(num_pages=13, max_model_len=40, longest_burst=1)
+    windows, device = Widening(8), FakeDevice(sizes)
+    scheduler = Scheduler(device, sizes, windows)
+    old = [request(i, [i + 1] * 9, max_tokens=20, mode="verified") for i in range(2)]
+    events = scheduler.step(old)
+    while any(len(one.text) < 14 for one in scheduler._running):
+        events += scheduler.step()
+    windows.is_wide = True
+    young = request(2, [7], max_tokens=5, mode="verified", window=0)
+    events += scheduler.step([young])
+    scheduler.check_accounts()
+    assert [one.number for one in scheduler._waiting] == [1, 2]
+    assert 2 not in device.admitted
+    ended = results(drain(scheduler, events))
+    assert scheduler.counters.recomputed_tokens > 0
+    for one in (*old, young):
+        assert ended[one.number].token_ids == decode_alone(one, 8 if one.window is None else 0)[0]
+
+
+def test_while_somebody_waits_for_pages_they_hold_tokens():
+    scheduler, _ = new(
+        window=8,
+        num_sequences=32,
+        num_pages=260,
+        page_size=16,
+        max_model_len=400,
+        chunk_tokens=64,
+        longest_burst=64,
+    )
+    lengths = np.random.default_rng(0).integers(1, 300, (100, 2))
+    many = [
+        request(i, [i] * int(prompt), max_tokens=1 + int(answer) // 3, mode="verified")
+        for i, (prompt, answer) in enumerate(lengths)
+    ]
+    scheduler.step(many)
+    shares = []
+    while (counters := scheduler.counters).waiting:
+        places = counters.pages_used * 16
+        shares.append((counters.places_computed + counters.places_spanned) / places)
+        scheduler.step()
+    assert len(shares) > 20
+    assert np.mean(shares) >= 0.9
+    drain(scheduler)
+
+
+def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends():
+    """A burst may commit far more than sequences have committed on average, up to its pages."""
+    one = SequenceState(request(1, [5] * 10, max_tokens=90, mode="verified"), arrival=0)
+    one.window, one.num_computed = WINDOW, 9
+    span = widest_span(WINDOW, 0)
+    assert one.room_needed == 9 + span
+    one.forwards_in_flight, one.capacity_in_flight = 8, 40
+    assert one.room_needed == 40 + span
+    one.forwards_in_flight = 2  # cannot come that far
+    assert one.room_needed == 9 + 3 * span
+    one.forwards_in_flight, one.capacity_in_flight = 64, 200
+    assert one.room_needed == one.longest_room
+
+
+def test_pages_that_are_short_for_a_burst_after_the_last_are_not_missed():
+    """The burst in flight may finish all there is, where planning the next one lacks pages."""
+    scheduler, _ = new(num_sequences=2, num_pages=9, longest_burst=2, max_model_len=40)
+    options = {"max_tokens": 6, "mode": "verified"}
+    many = [request(number, [5] * 9, **options, seed=number) for number in range(2)]
+    events = scheduler.step(many, ahead=True)
+    while scheduler.has_work:
+        events += scheduler.step(ahead=True)
+        scheduler.check_accounts()
+    for one in many:
+        assert results(events)[one.number].token_ids == decode_alone(one, WINDOW)[0]

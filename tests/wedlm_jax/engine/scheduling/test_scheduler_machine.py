@@ -3,6 +3,7 @@
 import random
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     Bundle,
@@ -14,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from tests.wedlm_jax.engine.scheduling.fake_device import (
+    WINDOW,
     FakeDevice,
     decode_alone,
     small_sizes,
@@ -25,7 +27,6 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 
 LONGEST = 70
-WINDOW = 3
 STEMS = [[1 + (7 * stem + i * i) % 40 for i in range(60)] for stem in range(2)]
 MODES = ("paper", "verified", "ar")
 
@@ -71,7 +72,7 @@ class Machine(RuleBasedStateMachine):
         self.device = FakeDevice(sizes, seed)
         windows = ShiftingWindows(WINDOW, seed)
         self.scheduler = Scheduler(self.device, sizes, windows, reuse_prefixes=reuse)
-        self.num_replicas = replicas
+        self.num_replicas, self.reuse = replicas, reuse
         self.submitted = []
         self.live = {}
         self.tokens = {}
@@ -83,17 +84,19 @@ class Machine(RuleBasedStateMachine):
         tail=st.lists(st.integers(1, 40), max_size=3),
         max_tokens=st.integers(1, 15) | st.integers(30, 60),
         mode=st.sampled_from(MODES),
+        window=st.sampled_from([None, None, 0, 2]),
+        kind=st.sampled_from([list, np.array]),
         copies=st.integers(1, 3),
         seed=st.integers(0, 5),
     )
-    def submit(self, stem, shared, tail, max_tokens, mode, copies, seed):
+    def submit(self, stem, shared, tail, max_tokens, mode, window, kind, copies, seed):
         prompt = STEMS[stem][: min(shared, LONGEST - max_tokens - len(tail))] + tail
         made = []
         for copy in range(copies):
             params = SamplingParams(
                 max_tokens=max_tokens, mode=mode, seed=seed + copy, draft_budget=1.0
             )
-            made.append(Request(len(self.tokens), prompt, params))
+            made.append(Request(len(self.tokens), kind(prompt), params, window))
             self.tokens[made[-1].number] = []
             self.live[made[-1].number] = made[-1]
         self.submitted += made
@@ -127,7 +130,7 @@ class Machine(RuleBasedStateMachine):
         for event in events:
             assert event.number in self.live, "an event of a request that is over"
             if isinstance(event, TokenDelta):
-                self.tokens[event.number] += event.token_ids
+                self.tokens[event.number] += zip(event.token_ids, event.forwards_at, strict=True)
                 assert event.num_output == len(self.tokens[event.number])
             else:
                 assert isinstance(event, Finished)
@@ -135,9 +138,12 @@ class Machine(RuleBasedStateMachine):
 
     def check_result(self, request, event):
         result = event.result
-        widest = FixedWindows(WINDOW).widest(request)
-        tokens, reason, forwards, instances = decode_alone(request, widest)
-        assert result.token_ids == self.tokens[request.number] == tokens
+        widest = WINDOW if request.window is None else request.window
+        tokens, reason, forwards, instances = decode_alone(
+            request, 0 if request.params.mode == "ar" else widest
+        )
+        assert result.token_ids == tokens
+        assert self.tokens[request.number] == list(zip(tokens, result.forwards_at, strict=True))
         assert result.finish_reason == reason
         if request.params.mode != "verified":
             assert (result.num_forwards, result.num_token_instances) == (forwards, instances)
@@ -149,6 +155,8 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check_accounts()
+        counters = self.scheduler.counters
+        assert counters.pages_used + counters.pages_cached + counters.pages_free == counters.pages
         known = {*self.live} - {request.number for request in self.submitted}
         assert self.scheduler._sequences.keys() == known
 
@@ -179,6 +187,7 @@ class Machine(RuleBasedStateMachine):
         assert not self.live, "not done in time"
         assert not self.scheduler.has_work
         assert self.scheduler.counters.pages_used == 0
+        assert self.reuse or self.scheduler.counters.pages_cached == 0
         self.scheduler.forget_prefixes()
         self.scheduler.check_accounts()
         assert self.scheduler.counters.pages_free == self.scheduler.counters.pages
