@@ -7,6 +7,7 @@ may be started with Ray and finished without it, or the other way round.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -212,54 +213,47 @@ def _follow(job: Job, results: Iterable[dict[str, Any]], progress: JobProgress) 
             progress.check_errors(job.options.max_errors, bad)
 
 
+@dataclasses.dataclass
 class _ShardActor:
     """Decodes tasks of a few shards each, with its own model."""
 
-    def __init__(
-        self,
-        workload: Workload,
-        output: Output,
-        overwrite: bool,
-        max_errors: int | None,
-        load: Callable[[], LLM],
-    ):
-        self._workload, self._output, self._overwrite = workload, output, overwrite
-        self._max_errors, self._load = max_errors, load
-        self._llm: LLM | None = None
+    workload: Workload
+    output: Output
+    overwrite: bool
+    max_errors: int | None
+    load: Callable[[], LLM]
 
     def __call__(self, task: dict[str, Any]) -> Iterator[dict[str, Any]]:
         numbers = [int(number) for number in task["shards"][0].split()]
         try:
-            result = self._finish([self._workload.index.shards[k] for k in numbers])
+            result = self._finish([self.workload.index.shards[k] for k in numbers])
         except (InputError, StorageFailure) as error:
             # Returned as data: Ray would wrap an exception, or retry the task as if a machine had
             # failed.
             result = {**NOTHING, "error": str(error), "status": exit_status(error)}
         yield {name: [value] for name, value in result.items()}
 
+    @functools.cached_property
+    def _opened(self) -> tuple[LLM, ShardFolder]:
+        llm, shards = self.load(), self.workload.index.shards
+        identity = identity_of(llm, self.workload)
+        folder, file = self.output.folder, self.output.file
+        return llm, ShardFolder(folder, identity, shards, file=file, overwrite=self.overwrite)
+
     def _finish(self, shards: Sequence[Shard]) -> dict[str, Any]:
-        if self._llm is None:
-            llm = self._load()
-            self._folder = ShardFolder(
-                self._output.folder,
-                identity_of(llm, self._workload),
-                self._workload.index.shards,
-                file=self._output.file,
-                overwrite=self._overwrite,
-            )
-            self._llm = llm
-        if merged_before(self._folder):
+        llm, folder = self._opened
+        if merged_before(folder):
             return NOTHING
-        there = sum(shard.records for shard in shards if self._folder.is_finished(shard))
+        there = sum(shard.records for shard in shards if folder.is_finished(shard))
         # For one task; `_follow` adds them up.
         progress = JobProgress(sum(shard.records for shard in shards))
         decoder = ShardDecoder(
-            self._llm,
-            self._workload,
-            self._folder,
+            llm,
+            self.workload,
+            folder,
             GracefulStop(),
             progress,
-            most_errors=self._max_errors,
+            most_errors=self.max_errors,
             first=False,
         )
         decoder.run(shards, lambda _: None)
@@ -267,5 +261,5 @@ class _ShardActor:
             **NOTHING,
             **progress.finished.as_json(),
             "earlier": there + progress.earlier,
-            "compile_seconds": self._llm.engine.compile_seconds,
+            "compile_seconds": llm.engine.compile_seconds,
         }

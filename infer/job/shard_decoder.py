@@ -169,28 +169,25 @@ class NotEnoughMemory(InputError):
     """The accelerator has too little memory for a batch."""
 
 
+@dataclasses.dataclass
 class ShardDecoder:
     """Decodes shards of a job with one model: records go to the engine in order, and come back as
     they are finished.
 
-    Args:
+    Attributes:
       progress: counts the records, of earlier runs and other processes too.
       most_errors, first: as in `JobProgress.check_errors`.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        workload: Workload,
-        folder: ShardFolder,
-        stop: GracefulStop,
-        progress: JobProgress,
-        *,
-        most_errors: int | None,
-        first: bool = True,
-    ):
-        self._llm, self._workload, self._folder, self._stop = llm, workload, folder, stop
-        self._progress, self._most_errors, self._first = progress, most_errors, first
+    llm: LLM
+    workload: Workload
+    folder: ShardFolder
+    stop: GracefulStop
+    progress: JobProgress
+    most_errors: int | None
+    first: bool = True
+
+    def __post_init__(self) -> None:
         self._under_way: dict[int, tuple[Shard, PartFile, Record]] = {}
         self._open: dict[int, PartFile] = {}
         self._in_use: list[Shard] = []
@@ -211,14 +208,14 @@ class ShardDecoder:
 
         def told(now: Progress) -> None:
             nonlocal newest
-            self._stop.check()
+            self.stop.check()
             on_progress(newest := now)
 
         allow_open_files()
         prompts = self._prompts(shards)
         try:
-            stopping, failed = (lambda: self._stop.requested), self._take_failure
-            for batch in self._llm.run(prompts, told, stopping=stopping, on_failure=failed):
+            stopping, failed = (lambda: self.stop.requested), self._take_failure
+            for batch in self.llm.run(prompts, told, stopping=stopping, on_failure=failed):
                 for place, completion in batch:
                     shard, part, record = self._under_way.pop(place)
                     result = result_record(record.id, completion, record.own)
@@ -228,7 +225,7 @@ class ShardDecoder:
         except Exception as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            sequences = self._llm.options.max_batch_size
+            sequences = self.llm.options.max_batch_size
             raise NotEnoughMemory(
                 f"the device has too little memory for {sequences} sequences at a time; try a "
                 "smaller --batch-size"
@@ -244,22 +241,22 @@ class ShardDecoder:
         for shard in self._and_again(shards):
             self._count_elsewhere()
             try:
-                part = self._folder.open(shard)
+                part = self.folder.open(shard)
             except InUse:
                 self._in_use.append(shard)
                 continue
             if part is None:
-                self._progress.elsewhere += shard.records
+                self.progress.elsewhere += shard.records
                 continue
             self._open[shard.number] = part
-            self._progress.earlier += len(part.done)
-            for record, content in self._workload.records(shard):
+            self.progress.earlier += len(part.done)
+            for record, content in self.workload.records(shard):
                 if record.number in part.done:
                     continue
-                if self._stop.requested:
+                if self.stop.requested:
                     return
                 try:
-                    prompt = self._workload.prepare(self._llm, record, content)
+                    prompt = self.workload.prepare(self.llm, record, content)
                 except InputError as error:
                     self._add_bad(shard, part, record, error)
                     continue
@@ -269,8 +266,8 @@ class ShardDecoder:
 
     def _count_elsewhere(self) -> None:
         """Counts shards that were in use, and have been finished since."""
-        done = [shard for shard in self._in_use if self._folder.is_finished(shard)]
-        self._progress.elsewhere += sum(shard.records for shard in done)
+        done = [shard for shard in self._in_use if self.folder.is_finished(shard)]
+        self.progress.elsewhere += sum(shard.records for shard in done)
         self._in_use = [shard for shard in self._in_use if shard not in done]
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
@@ -284,21 +281,21 @@ class ShardDecoder:
         self._add_bad(*self._under_way.pop(place), error)
 
     def _add_bad(self, shard: Shard, part: PartFile, record: Record, error: InputError) -> None:
-        bad = self._workload.error_record(record, str(error))
+        bad = self.workload.error_record(record, str(error))
         self._add(shard, part, record.number, bad)
-        example, progress = f"{self._workload.shown(record.place)}: {error}", self._progress
+        example, progress = f"{self.workload.shown(record.place)}: {error}", self.progress
         progress.first_bad = progress.first_bad or example
-        first = self._first and not self._under_way
-        progress.check_errors(self._most_errors, example, first=first)
+        first = self.first and not self._under_way
+        progress.check_errors(self.most_errors, example, first=first)
 
     def _add(self, shard: Shard, part: PartFile, number: int, result: dict[str, Any]) -> None:
         part.add(number, result)
-        self._progress.finished.count(result)
+        self.progress.finished.count(result)
         self._seal_if_whole(shard, part)
 
     def _seal_if_whole(self, shard: Shard, part: PartFile) -> None:
         if part.is_whole and shard.number in self._open:
-            self._folder.seal(shard, part)
+            self.folder.seal(shard, part)
             del self._open[shard.number]
 
 
