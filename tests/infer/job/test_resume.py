@@ -291,3 +291,12 @@ def test_sigterm_before_anything_is_decoded(model, monkeypatch, capsys):
     assert run(model) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM: nothing was decoded yet\n"
     assert os.listdir() == ["in.jsonl"]
+
+
+def test_replicas_change_no_row(model):
+    records = words(8)
+    records[2] = {"prompt": "12 + 30 = " * 20}
+    write(records)
+    assert run(model) == 0
+    assert run(model, "--mesh", "data=2", output="replicas.jsonl") == 0
+    assert Path("replicas.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
