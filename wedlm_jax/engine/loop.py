@@ -1,7 +1,8 @@
 """Steps an engine in a thread of its own, for callers in any other thread.
 
 Requests and aborts may come at any time and take effect at the next step; events are delivered to
-the caller named by each request's handle. The thread lives while there is work.
+the caller named by each request's handle. The thread lives while there is work, and a little
+longer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Event, Failed, Request, TokenDelta
 from wedlm_jax.errors import INTERRUPTED
 from wedlm_jax.host.signals import beside_main_thread
+
+IDLE_SECONDS = 1.0
+"""How long the thread waits for new requests after the last one has ended. Starting it takes as
+long as several forwards of a small model, and a client often asks again at once."""
 
 
 class Caller:
@@ -109,7 +114,7 @@ class EngineLoop:
         self._changed = threading.Condition()
         self._inbox = _Inbox()
         self._thread: threading.Thread | None = None
-        self._is_stepping = self._is_closing = False
+        self._is_busy = self._is_stepping = self._is_closing = False
         self._pauses, self._one_pause = 0, threading.Lock()
         self._holding: set[Caller] = set()
 
@@ -123,6 +128,7 @@ class EngineLoop:
         """Submits checked requests, which join at the next step."""
         with self._changed:
             self._inbox.submitted += requests
+            self._is_busy = True
             if self._thread is None:
                 # The interpreter must not exit during a step; this waits for the step to end.
                 atexit.register(self._close_at_exit)
@@ -134,7 +140,7 @@ class EngineLoop:
         """Ends requests at the next step, which frees their pages. Unknown numbers are ignored. No
         more events come, except those that are being delivered at this moment."""
         with self._changed:
-            if len(numbers) and self._thread is not None:
+            if len(numbers) and self._is_busy:
                 self._inbox.aborted += numbers
                 self._changed.notify_all()
 
@@ -156,7 +162,7 @@ class EngineLoop:
     def is_busy(self) -> bool:
         """Whether any request is running, waiting or submitted."""
         with self._changed:
-            return self._thread is not None
+            return self._is_busy
 
     def close(self) -> None:
         """Ends the thread after the current step and aborts all requests."""
@@ -212,23 +218,23 @@ class EngineLoop:
             self._stepped()
             parcels = self._parcels(events, gone)
             # Once the last event is delivered, its caller may use the engine in other ways.
-            is_over = self._ends_now(waiting)
+            self._end_step(waiting)
             if parcels:
                 self._hand_out(parcels)
-            if is_over:
-                return
 
     def _next_turn(self, waiting: list[Request]) -> _Inbox | None:
         """Waits until there is something to do and returns what was submitted or aborted since the
-        last step; None if the loop was closed meanwhile."""
+        last step; None if the loop was closed meanwhile, or nothing came for `IDLE_SECONDS`."""
 
         def may_go_on() -> bool:
-            idle = waiting and not self._has_work and self._may_wait()
-            return self._is_closing or not (self._pauses or idle)
+            ready = self._has_work or bool(waiting and not self._may_wait())
+            return self._is_closing or (ready and not self._pauses)
 
         with self._changed:
-            self._changed.wait_for(may_go_on)
-            if self._is_closing:
+            while not self._changed.wait_for(may_go_on, IDLE_SECONDS):
+                if not (self._is_busy or self._pauses):
+                    break
+            if self._is_closing or not self._is_busy:
                 self._end()
                 return None
             self._is_stepping = True
@@ -239,20 +245,17 @@ class EngineLoop:
     def _has_work(self) -> bool:
         return bool(self._inbox) or (self.engine.has_work and not self.is_broken)
 
-    def _ends_now(self, waiting: list[Request]) -> bool:
-        """Ends a step, and the thread if nothing is left to do."""
+    def _end_step(self, waiting: list[Request]) -> None:
         with self._changed:
             self._is_stepping = False
+            self._is_busy = bool(waiting or self._has_work)
             self._changed.notify_all()
-            if over := self._is_closing or not (waiting or self._has_work):
-                self._end()
-            return over
 
     def _end(self) -> None:
         if self.engine.has_work and not self.is_broken:
             self.engine.step(aborted=self.engine.scheduler.numbers, max_forwards=0)
             self._stepped()
-        self._inbox, self._thread = _Inbox(), None
+        self._inbox, self._thread, self._is_busy = _Inbox(), None, False
         self._holding.clear()
         atexit.unregister(self._close_at_exit)
 

@@ -83,7 +83,7 @@ def loop(echo):
     loop.close()
 
 
-def test_each_caller_gets_its_own_events_and_the_thread_ends_with_the_last(echo, loop):
+def test_each_caller_gets_its_own_events(echo, loop):
     boxes = [Mailbox(), Mailbox(seconds=0.5)]
     requests = [
         Request(loop.new_number(), [10 * i + j for j in range(3 + i)], PARAMS, handle=box)
@@ -97,6 +97,27 @@ def test_each_caller_gets_its_own_events_and_the_thread_ends_with_the_last(echo,
     assert not loop.is_busy
     assert {*echo.seconds} <= {None, 0.5}, "the caller in a hurry counts for all"
     assert 0.5 in echo.seconds
+
+
+def test_the_thread_serves_the_next_request_too_and_ends_when_none_comes(echo, loop, monkeypatch):
+    def threads():
+        return [one for one in threading.enumerate() if one.name == "engine"]
+
+    box, seen = Mailbox(), []
+    for _ in range(3):
+        loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
+        until_finished(box, 1)
+        seen += threads()
+    assert len(seen) == 3
+    assert len({*seen}) == 1
+    monkeypatch.setattr("wedlm_jax.engine.loop.IDLE_SECONDS", 0.02)
+    with loop.paused():  # wakes the thread, which waits for its second otherwise
+        time.sleep(0.1)
+        assert threads(), "the engine is somebody's: it is not idle"
+    seen[0].join(5)
+    assert not threads()
+    loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
+    until_finished(box, 1)
 
 
 def test_nothing_comes_of_what_is_aborted_and_close_aborts_the_rest(echo, loop):
