@@ -227,7 +227,8 @@ class EngineLoop:
         last step; None if the loop was closed meanwhile, or nothing came for `IDLE_SECONDS`."""
 
         def may_go_on() -> bool:
-            ready = self._has_work or bool(waiting and not self._may_wait())
+            # A loop without requests leaves the engine alone: it may be another's.
+            ready = self._is_busy and (self._has_work or bool(waiting and not self._may_wait()))
             return self._is_closing or (ready and not self._pauses)
 
         with self._changed:
@@ -252,7 +253,7 @@ class EngineLoop:
             self._changed.notify_all()
 
     def _end(self) -> None:
-        if self.engine.has_work and not self.is_broken:
+        if self._is_busy and self.engine.has_work and not self.is_broken:
             self.engine.step(aborted=self.engine.scheduler.numbers, max_forwards=0)
             self._stepped()
         self._inbox, self._thread, self._is_busy = _Inbox(), None, False

@@ -120,6 +120,18 @@ def test_the_thread_serves_the_next_request_too_and_ends_when_none_comes(echo, l
     until_finished(box, 1)
 
 
+def test_a_loop_without_requests_leaves_the_engine_to_others(echo, loop, monkeypatch):
+    monkeypatch.setattr("wedlm_jax.engine.loop.IDLE_SECONDS", 0.02)
+    box = Mailbox()
+    loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
+    until_finished(box, 1)
+    steps = echo.steps
+    echo.running = {99: [Request(99, range(5), PARAMS), 0]}  # another's request
+    time.sleep(0.2)
+    loop.close()
+    assert (echo.steps, [*echo.running]) == (steps, [99])
+
+
 def test_nothing_comes_of_what_is_aborted_and_close_aborts_the_rest(echo, loop):
     box = Mailbox()
     first, second = (Request(loop.new_number(), range(10**6), PARAMS, handle=box) for _ in range(2))
