@@ -116,10 +116,12 @@ def sequences(draw, *modes):
     return Decoding(prompt, completion, window, draw(option_params(mode)), draw(st.integers(1, 9)))
 
 
-def state_of(some):
-    """The state of these, and of one that is not there behind them."""
+def state_of(some, *, emitted=1):
+    """The state of these, and of one that is not there behind them; with room for ``emitted``
+    tokens."""
     count = len(some) + 1
-    empty = idle_state(count, window=WINDOW, text=LONGEST_TEXT, emitted=1, with_logprobs=False)
+    room = {"window": WINDOW, "text": LONGEST_TEXT, "emitted": emitted, "with_logprobs": False}
+    empty = idle_state(count, **room)
     arrays = {
         field.name: np.array(getattr(empty, field.name))
         for field in dataclasses.fields(empty)
@@ -147,10 +149,10 @@ def state_of(some):
     return dataclasses.replace(empty, **{k: jnp.asarray(v) for k, v in arrays.items()})
 
 
-def options_of(some, traits=ALL_TRAITS):
+def options_of(some, traits=ALL_TRAITS, window=WINDOW):
     host = HostOptions(len(some) + 1, traits)
     for i, one in enumerate(some):
-        host.set(i, one.params, window=WINDOW, stops=STOPS)
+        host.set(i, one.params, window=window, stops=STOPS)
     return host.options()
 
 
@@ -161,3 +163,20 @@ def rows_of(some, *, padding=2):
     sequence, slot, is_mask = (jnp.array(column) for column in zip(*padded, strict=True))
     valid = jnp.arange(len(padded)) < len(named)
     return HeadRows(sequence, slot, valid, is_mask), named
+
+
+ROWS = 40
+
+
+def forward_of(some):
+    """State, options and rows of a forward, padded to `ROWS` rows; and what its rows are."""
+    _, named = rows_of(some, padding=0)
+    rows, _ = rows_of(some, padding=ROWS - len(named))
+    return (state_of(some), options_of(some), rows), named
+
+
+def some_logits(seed):
+    """float32 ``[ROWS, V]``, the last token never possible."""
+    logits = 3 * np.random.default_rng(seed).normal(size=(ROWS, VOCAB))
+    logits[:, -1] = -np.inf
+    return logits.astype(np.float32)

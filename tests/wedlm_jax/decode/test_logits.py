@@ -18,9 +18,11 @@ from tests.examples.windows import (
     VOCAB,
     WINDOW,
     Decoding,
+    forward_of,
     options_of,
     rows_of,
     sequences,
+    some_logits,
     state_of,
 )
 from tests.jaxpr_shapes import arrays_in, equations_in
@@ -36,8 +38,6 @@ from wedlm_jax.decode.options import (
 from wedlm_jax.decode.state import idle_state
 from wedlm_jax.params import SamplingParams
 
-LARGEST_ROWS = 40
-
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25}
 
 
@@ -46,17 +46,9 @@ def adjust(logits, state, options, rows):
     return adjusted_logits(logits, state, options, rows, token_use(state, options, VOCAB))
 
 
-def some_logits(seed):
-    """float32 ``[LARGEST_ROWS, V]``, the last token never possible."""
-    logits = 3 * np.random.default_rng(seed).normal(size=(LARGEST_ROWS, VOCAB))
-    logits[:, -1] = -np.inf
-    return logits.astype(np.float32)
-
-
 def adjusted_rows(some, logits):
-    _, named = rows_of(some, padding=0)
-    rows, _ = rows_of(some, padding=LARGEST_ROWS - len(named))
-    return np.asarray(adjust(logits, state_of(some), options_of(some), rows)), named
+    given_rows, named = forward_of(some)
+    return np.asarray(adjust(logits, *given_rows)), named
 
 
 @given(some=st.lists(sequences(), min_size=3, max_size=3), seed=st.integers(0, 2**16))
@@ -110,15 +102,6 @@ def test_only_penalties_count_tokens():
 
     assert counts(Traits(penalties=True))
     assert not counts(dataclasses.replace(ALL_TRAITS, penalties=False))
-
-
-def test_a_sequence_without_penalties_keeps_its_logits_to_the_bit():
-    plain = Decoding((3, 4), (3, 3), (5, None, 6, None), SamplingParams(mode="paper"))
-    penalised = dataclasses.replace(plain, params=SamplingParams(mode="paper", **PENALTIES))
-    logits = some_logits(3)
-    ours, named = adjusted_rows([plain, penalised, plain], logits)
-    changed = [i for row, (i, *_) in enumerate(named) if (ours[row] != logits[row]).any()]
-    assert set(changed) == {1}
 
 
 # --- bad words in masks that are filled together -----------------------------------------

@@ -58,13 +58,24 @@ def test_a_program_holds_what_it_was_made_for(changes):
     assert both.rounded.holds(both)
 
 
-def test_lists_of_any_length_share_a_program():
-    def traits(count):
-        bias, words = dict.fromkeys(range(count), 1.0), ((1, 2), tuple(range(count))) * count
-        params = dataclasses.replace(PLAIN, logit_bias=bias, bad_words=words, logprobs=count)
-        return Traits.of(params, WINDOW)
+def test_traits_are_those_that_programs_differ_by():
+    def traits(window=WINDOW, **changes):
+        return Traits.of(dataclasses.replace(PLAIN, **changes), window)
 
-    assert len({traits(count) for count in (1, 2, 9, 16)}) == 1
+    def listed(count):
+        """Lists of any length share a program."""
+        words = ((1, 2), tuple(range(count))) * count
+        return traits(logit_bias=dict.fromkeys(range(count), 1.0), bad_words=words, logprobs=count)
+
+    assert len({listed(count) for count in (1, 2, 9, 16)}) == 1
+    # Limits of what is not drawn are no trait; nor is a mode without a window.
+    assert traits(top_k=5, top_p=0.5, min_p=0.1) == traits()
+    assert len({traits(0, mode=mode) for mode in ("paper", "verified", "ar")}) == 1
+    assert traits(0).anchored
+    assert not traits().anchored
+    arrays = abstract_options(3, traits(mode="ar"), VOCAB)
+    there = {f.name for f in dataclasses.fields(arrays) if getattr(arrays, f.name) is not None}
+    assert there == {"window", "stop_ids", "max_tokens"}
 
 
 def test_a_program_for_everything_has_every_trait():
@@ -84,24 +95,6 @@ def test_a_program_for_everything_has_every_trait():
     assert copying.are_everything
     assert copying.verified
     assert not copying.paper
-
-
-def test_limits_of_what_is_not_drawn_are_no_trait():
-    greedy = dataclasses.replace(PLAIN, top_k=5, top_p=0.5, min_p=0.1)
-    assert Traits.of(greedy, WINDOW) == Traits.of(PLAIN, WINDOW)
-
-
-def test_without_a_window_all_modes_are_one():
-    modes = [dataclasses.replace(PLAIN, mode=mode) for mode in ("paper", "verified", "ar")]
-    assert len({Traits.of(params, 0) for params in modes}) == 1
-    assert Traits.of(modes[0], 0).anchored
-    assert not Traits.of(modes[0], WINDOW).anchored
-
-
-def test_a_plain_greedy_program_has_only_what_it_needs():
-    arrays = abstract_options(3, Traits.of(dataclasses.replace(PLAIN, mode="ar"), WINDOW), VOCAB)
-    there = {f.name for f in dataclasses.fields(arrays) if getattr(arrays, f.name) is not None}
-    assert there == {"window", "stop_ids", "max_tokens"}
 
 
 def test_every_number_of_the_parameters_has_its_array():
@@ -169,6 +162,11 @@ def assert_same(ours, theirs):
 
 def test_a_place_is_given_on_without_a_trace():
     host = filled()
+    before = host.options()
+    endless = SamplingParams(max_tokens=10**12, top_k=10**12, temperature=1.0)
+    host.set(1, endless, window=WINDOW, stops=())
+    assert host.options().max_tokens[1] == 2**31 - 1
+    assert before.max_tokens[1] == RICH.max_tokens, "what was handed out does not change"
     host.set(1, PLAIN, window=2, stops=())
     fresh = HostOptions(3, TRAITS)
     fresh.set(1, PLAIN, window=2, stops=())
@@ -176,13 +174,6 @@ def test_a_place_is_given_on_without_a_trace():
     host.clear(1)
     assert_same(host.options(), HostOptions(3, TRAITS).options())
     assert_same(host.options(), idle_options(3, TRAITS))
-
-
-def test_what_was_handed_out_does_not_change():
-    host = filled()
-    options = host.options()
-    host.clear(1)
-    assert options.max_tokens[1] == 9
 
 
 def test_windows_change_but_for_those_that_have_none():
@@ -202,39 +193,34 @@ def test_other_traits_hold_the_same_sequences_or_leave_them_out():
     assert_same(host.with_traits(plain).options(), HostOptions(3, plain).options())
 
 
-def test_endless_numbers_are_cut_to_what_the_device_counts():
-    host = HostOptions(1, TRAITS)
-    endless = SamplingParams(max_tokens=10**12, top_k=10**12, temperature=1.0)
-    host.set(0, endless, window=WINDOW, stops=())
-    assert host.options().max_tokens[0] == 2**31 - 1
-
-
 @pytest.mark.parametrize(
-    ("changes", "sentence"),
+    ("changes", "stops", "sentence"),
     [
-        ({"logit_bias": {24: 1}}, "logit_bias: 24 is outside the vocabulary of 24"),
-        ({"bad_words": [[3, 30]]}, "bad_words: 30 is outside the vocabulary of 24"),
-        ({"bad_words": ["text"]}, "bad_words: the engine takes token ids"),
-        ({"bad_words": [[3]] * 257}, "bad_words: expected at most 256"),
-        ({"bad_words": [[3] * 17]}, "bad_words: expected at most 16 tokens in a word, not 17"),
-        ({"bad_words": [[i] for i in range(23)]}, "bad_words: they forbid all "),
+        ({"logit_bias": {24: 1}}, 2, "logit_bias: 24 is outside the vocabulary of 24"),
+        ({"logit_bias": dict.fromkeys(range(600), 1)}, 2, "logit_bias: 599 is outside"),
+        ({"bad_words": [[3, 30]]}, 2, "bad_words: 30 is outside the vocabulary of 24"),
+        ({"bad_words": ["text"]}, 2, "bad_words: the engine takes token ids"),
+        ({"bad_words": [[3]] * 257}, 2, "bad_words: expected at most 256"),
+        ({"bad_words": [[3] * 17]}, 2, "bad_words: expected at most 16 tokens in a word, not 17"),
+        ({"bad_words": [[i] for i in range(23)]}, 2, "bad_words: they forbid all 23 "),
         (
             {"bad_words": [[i] for i in range(2, 23)], "min_tokens": 1},
-            "bad_words: they forbid all ",
+            2,
+            "bad_words: they forbid all 23 ",
         ),
-        ({"logit_bias": dict.fromkeys(range(600), 1)}, "logit_bias: 599 is outside"),
+        ({}, 65, r"stop_token_ids: expected at most 64, .* not 65"),
     ],
 )
-def test_options_that_a_model_cannot_have_are_refused(changes, sentence):
+def test_options_that_a_model_cannot_have_are_refused(changes, stops, sentence):
     with pytest.raises(InputError, match=sentence):
-        check_options(dataclasses.replace(PLAIN, **changes), (0, 1), Vocabulary(24, 24, (23,)))
+        check_options(
+            dataclasses.replace(PLAIN, **changes), range(stops), Vocabulary(24, 24, (23,))
+        )
 
 
 def test_too_many_biases_or_alternatives_are_refused():
     biases = dataclasses.replace(PLAIN, logit_bias=dict.fromkeys(range(513), 1.0))
     with pytest.raises(InputError, match="logit_bias: expected at most 512 tokens, not 513"):
         check_options(biases, (), Vocabulary(1000, 1000))
-    with pytest.raises(InputError, match=r"stop_token_ids: expected at most 64, .* not 65"):
-        check_options(PLAIN, range(65), Vocabulary(1000, 1000))
     with pytest.raises(InputError, match="logprobs: expected at most 3, the tokens that"):
         check_options(dataclasses.replace(PLAIN, logprobs=4), (), Vocabulary(9, 5, (0, 3)))

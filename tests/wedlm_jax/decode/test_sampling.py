@@ -14,16 +14,17 @@ from tests.examples.windows import (
     ALL_TRAITS,
     VOCAB,
     Decoding,
-    options_of,
+    forward_of,
     rows_of,
     sequences,
+    some_logits,
     state_of,
 )
 from tests.jaxpr_shapes import equations_in
 from tests.reference import sampling as reference
 from tests.reference.logit_options import logprobs
 from wedlm_jax.decode import sampling
-from wedlm_jax.decode.logprobs import as_list, token_logprobs
+from wedlm_jax.decode.logprobs import token_logprobs
 from wedlm_jax.decode.options import idle_options
 from wedlm_jax.decode.sampling import (
     Limits,
@@ -202,20 +203,12 @@ def test_rows_one_by_one_and_at_once_draw_as_jax_random(seed, limits):
 # --- tokens ----------------------------------------------------------------------------------
 
 choose = jax.jit(choose_tokens)
-LARGEST_ROWS = 40
-
-
-def chosen(some, logits):
-    _, named = rows_of(some, padding=0)
-    rows, _ = rows_of(some, padding=len(logits) - len(named))
-    return np.asarray(choose(jnp.array(logits), state_of(some), options_of(some), rows)), named
 
 
 @given(some=st.lists(sequences(), min_size=3, max_size=3), seed=seeds)
 def test_tokens_equal_the_reference(some, seed):
-    logits = (2 * np.random.default_rng(seed).normal(size=(LARGEST_ROWS, VOCAB))).astype("f4")
-    logits[:, VOCAB - 1] = -np.inf
-    ours, named = chosen(some, logits)
+    logits, (given_rows, named) = some_logits(seed), forward_of(some)
+    ours = np.asarray(choose(jnp.array(logits), *given_rows))
     compared = 0
     for row, (i, slot, _) in enumerate(named):
         one = some[i]
@@ -255,7 +248,7 @@ def test_no_program_sorts_and_none_has_more_than_it_needs():
 # --- log-probabilities -------------------------------------------------------------------
 
 
-@given(seed=st.integers(0, 2**16), k=st.integers(0, VOCAB))
+@given(seed=seeds, k=st.integers(0, VOCAB + 2))
 def test_log_probabilities_equal_numpy(seed, k):
     rng = np.random.default_rng(seed)
     logits = (3 * rng.normal(size=(5, VOCAB))).astype(np.float32)
@@ -265,21 +258,7 @@ def test_log_probabilities_equal_numpy(seed, k):
     for row in range(5):
         chosen, best = logprobs(logits[row], int(tokens[row]), k)
         assert float(ours.chosen[row]) == pytest.approx(chosen, abs=1e-5)
-        assert ours.top_ids[row].tolist() == [token for token, _ in best]
-        np.testing.assert_allclose(ours.top[row], [value for _, value in best], atol=1e-5)
-
-
-def test_where_there_are_fewer_tokens_the_rest_is_empty():
-    ours = token_logprobs(jnp.zeros((2, 3)), jnp.array([0, 2]), 5)
-    assert ours.top.shape == (2, 5) == ours.top_ids.shape
-    np.testing.assert_allclose(ours.top[0, :3], np.log(1 / 3), rtol=1e-6)
-    assert (ours.top[:, 3:] == -np.inf).all()
-
-
-def test_a_list_has_as_many_tokens_and_alternatives_as_asked_for():
-    values = token_logprobs(jnp.array([[[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]]]), jnp.array([[2, 2]]), 3)
-    listed = as_list(values, 0, 2, 1)
-    assert [[token for token, _ in one.top] for one in listed] == [[2], [0]]
-    assert listed[0].logprob == listed[0].top[0][1] > listed[1].logprob
-    assert as_list(values, 0, 1, 0)[0].top == []
-    assert len(as_list(values, 0, 1, 0)) == 1
+        assert ours.top_ids[row, :VOCAB].tolist() == [token for token, _ in best]
+        np.testing.assert_allclose(ours.top[row, :VOCAB], [value for _, value in best], atol=1e-5)
+    assert ours.top.shape == (5, k) == ours.top_ids.shape
+    assert (ours.top[:, VOCAB:] == -np.inf).all(), "where there are fewer, the rest is empty"

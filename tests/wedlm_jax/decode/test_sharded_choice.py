@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.examples.decode import TINY, Case, run, small_engine
-from tests.examples.windows import VOCAB, options_of, rows_of, sequences, state_of
+from tests.examples.windows import ROWS, VOCAB, forward_of, sequences, some_logits
 from tests.jaxpr_shapes import arrays_in
 from wedlm_jax.decode import sampling
 from wedlm_jax.decode.logits import adjusted_logits, token_use
@@ -26,7 +26,6 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, on_replicas
 
-ROWS = 40
 SEEDS = st.integers(0, 2**16)
 
 
@@ -41,11 +40,7 @@ replicated = jax.jit(lambda *given: on_replicas(choose, whole=())(*given))
 
 
 def given_to(some, seed):
-    _, named = rows_of(some, padding=0)
-    rows, _ = rows_of(some, padding=ROWS - len(named))
-    logits = 2 * np.random.default_rng(seed).normal(size=(ROWS, VOCAB))
-    logits[:, -1] = -np.inf
-    return jnp.array(logits, jnp.float32), state_of(some), options_of(some), rows
+    return jnp.array(some_logits(seed)), *forward_of(some)[0]
 
 
 def assert_same(ours, theirs):

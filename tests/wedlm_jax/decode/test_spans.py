@@ -8,6 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples.windows import WINDOW, Decoding
+from tests.examples.windows import state_of as decoding_state
 from wedlm_jax.decode.spans import (
     Allowance,
     ForwardSizes,
@@ -16,9 +18,10 @@ from wedlm_jax.decode.spans import (
     has_room,
     plan_spans,
 )
-from wedlm_jax.decode.state import idle_state, num_slots
+from wedlm_jax.decode.state import num_slots
+from wedlm_jax.params import SamplingParams
 
-COUNT, WINDOW, TEXT, MASK = 4, 3, 40, 99
+COUNT, MASK = 4, 99
 PLENTY = 100
 
 
@@ -59,29 +62,12 @@ def some_sequences(draw):
 
 
 def state_of(some):
-    empty = idle_state(len(some), window=WINDOW, text=TEXT, emitted=1, with_logprobs=False)
-    text = np.full((len(some), TEXT), 7, np.int32)
-    tokens = np.full((len(some), num_slots(WINDOW)), 7, np.int32)
-    filled = np.ones(tokens.shape, bool)  # what stands behind the active slots must not matter
-    for i, one in enumerate(some):
-        text[i, : len(one.text)] = one.text
-        for slot, token in enumerate(one.window):
-            filled[i, slot] = token is not None
-            tokens[i, slot] = 7 if token is None else token
-
-    def column(values):
-        return jnp.array(values, jnp.int32)
-
+    windows = [Decoding((), one.text, one.window, SamplingParams()) for one in some]
+    state = jax.tree.map(lambda x: x[: len(some)], decoding_state(windows))
     return dataclasses.replace(
-        empty,
-        text=jnp.array(text),
-        text_length=column([len(one.text) for one in some]),
-        prompt_length=column([0] * len(some)),
-        prefill_length=column([one.prefill for one in some]),
-        num_computed=column([one.computed for one in some]),
-        tokens=jnp.array(tokens),
-        filled=jnp.array(filled),
-        active=column([len(one.window) for one in some]),
+        state,
+        prefill_length=jnp.array([one.prefill for one in some], jnp.int32),
+        num_computed=jnp.array([one.computed for one in some], jnp.int32),
         running=jnp.array([one.running for one in some]),
     )
 
