@@ -2,7 +2,9 @@
 
 import dataclasses
 
+import jax
 import pytest
+from flax import nnx
 from hypothesis import strategies as st
 
 from tests.reference.decode_loop import decode
@@ -11,6 +13,7 @@ from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import tree_shardings
 
 TINY = ModelConfig(
     vocab_size=24,
@@ -124,6 +127,12 @@ def small_engine(model, expected=EVERYTHING, **options):
     return engine
 
 
+def on_mesh(model, mesh):
+    """The model with its parameters on a mesh."""
+    graph, parameters = nnx.split(model)
+    return nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
+
+
 def requests_of(batch, first=0):
     """Requests of the cases, numbered from ``first``."""
     return [
@@ -134,6 +143,13 @@ def requests_of(batch, first=0):
 def run(engine, batch):
     """Decodes all cases at once; results in order, but for what was cached of a prompt."""
     return [as_if_first(result) for result in engine.decode(requests_of(batch))]
+
+
+def events_of(engine, submitted=(), aborted=(), **options):
+    """Yields the events of an engine until nothing is left to do."""
+    yield from engine.step(submitted, aborted, **options)
+    while engine.has_work:
+        yield from engine.step(**options)
 
 
 def as_if_first(result):

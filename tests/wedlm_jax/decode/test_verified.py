@@ -1,8 +1,5 @@
 """Verified decoding gives the tokens of autoregressive decoding, whatever the masks draft."""
 
-import dataclasses
-import random
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,15 +12,15 @@ from tests.examples.decode import (
     assert_same,
     cases,
     cases_with_options,
+    events_of,
     in_mode,
     requests_of,
     run,
     say_the_same,
     small_engine,
 )
+from tests.examples.windows import Decoding, options_of, state_of
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
-from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.state import idle_state
 from wedlm_jax.decode.verified import draft_rule, verify
 from wedlm_jax.engine.windows.choice import FixedWindows
 from wedlm_jax.llm import LLM
@@ -36,33 +33,6 @@ SMALL = {"max_batch_size": 8, "deterministic": True}
 """One size of forwards: little is compiled."""
 
 
-def test_drafts_are_kept_up_to_the_first_wrong_one():
-    """Slot 0 is the text's last token, three drafts stand behind it, then two masks."""
-    drafts = [[7, 5, 6, 7, 0, 0], [7, 5, 0, 7, 0, 0], [7, 0, 6, 7, 0, 0]]
-    chosen = jnp.array([[0, 5, 6, 7, 8, 9, 0]] * 3)
-    state = dataclasses.replace(
-        idle_state(3, window=3, text=9, emitted=9, with_logprobs=False),
-        tokens=jnp.array(drafts),
-        filled=jnp.arange(6) < jnp.array([[4]] * 3),
-        active=jnp.full(3, 6),
-    )
-    options = Options(**dict.fromkeys(names_of(Options)))
-    options = dataclasses.replace(options, draft_budget=jnp.full(3, 100.0))
-    found = verify(state, options, chosen, jnp.ones((3, 7)))
-    assert found.run.tolist() == [4, 2, 1]
-    assert found.kept.astype(int).tolist() == [
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 0, 0, 0, 0, 0],
-    ]
-    # What the first mask stands for is known; and behind a wrong draft nothing is drafted.
-    assert found.drafts.astype(int).tolist() == [[0, 0, 0, 0, 0, 1], [0] * 6, [0] * 6]
-
-
-def names_of(kind):
-    return [field.name for field in dataclasses.fields(kind)]
-
-
 def test_masks_draft_until_the_budget_is_spent_but_never_the_first():
     entropies = jnp.array([[9.0, 5.0, 0.3, 0.3, 0.3, 0.1]] * 3)
     is_mask = jnp.array([[False, True, True, True, True, True]] * 3)
@@ -73,6 +43,21 @@ def test_masks_draft_until_the_budget_is_spent_but_never_the_first():
         [0, 0, 1, 1, 1, 1],
     ]
     assert not draft_rule(entropies, is_mask, None).any()
+
+
+def test_drafts_are_kept_up_to_the_first_wrong_one():
+    """Slot 0 is the text's last token, three drafts stand behind it, then two masks."""
+    params = SamplingParams(mode="verified", draft_budget=100.0)
+    some = [Decoding((3,), (), (3, *drafts, None, None), params) for drafts in DRAFTS]
+    chosen = jnp.array([[0, 5, 6, 7, 8, 9, 0, 0, 0]] * 4)
+    found = verify(state_of(some), options_of(some), chosen, jnp.ones(chosen.shape))
+    assert found.run.tolist()[:3] == [4, 2, 1]
+    assert [np.flatnonzero(kept).tolist() for kept in found.kept[:3]] == [[0, 1, 2, 3], [0, 1], [0]]
+    # What the first mask stands for is known; and behind a wrong draft nothing is drafted.
+    assert [np.flatnonzero(drafts).tolist() for drafts in found.drafts[:3]] == [[5], [], []]
+
+
+DRAFTS = [(5, 6, 7), (5, 0, 7), (0, 6, 7)]
 
 
 # --- the same tokens ---------------------------------------------------------------------
@@ -129,41 +114,6 @@ def test_the_tokens_are_the_same_at_every_width(wide_engine, window):
 # --- windows that change -----------------------------------------------------------------
 
 
-class ShiftingWindows(FixedWindows):
-    """Every window is another from burst to burst; never wider than its request's."""
-
-    def __init__(self, window):
-        super().__init__(window)
-        self.random = random.Random(0)
-
-    def choose(self, running):
-        return [self.random.randint(0, widest) for widest in super().choose(running)]
-
-
-@pytest.fixture(scope="module")
-def shifting_engine(tiny_model):
-    params = [
-        SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("paper", "verified", "ar")
-    ]
-    engine = small_engine(tiny_model, params, deterministic=True)
-    engine.windows = ShiftingWindows(4)
-    engine.scheduler = engine._new_scheduler()
-    return engine
-
-
-@given(batch=st.lists(cases(), min_size=1, max_size=6), forwards=st.integers(1, 4))
-def test_the_window_may_change_at_any_time(shifting_engine, batch, forwards):
-    drafting = [in_mode(case, "verified", draft_budget=5.0) for case in batch]
-    expected = run(shifting_engine, [in_mode(case, "ar") for case in batch])
-    results = {}
-    submitted = requests_of(drafting)
-    while submitted or shifting_engine.has_work:
-        for event in shifting_engine.step(submitted, max_forwards=forwards):
-            results[event.number] = getattr(event, "result", None)
-        submitted = []
-    assert all(say_the_same(results[i], theirs) for i, theirs in enumerate(expected))
-
-
 class Narrowing(FixedWindows):
     """Windows as requests want them, until all are 0."""
 
@@ -173,35 +123,34 @@ class Narrowing(FixedWindows):
         return [0] * len(running) if self.narrow else super().choose(running)
 
 
+@pytest.fixture(scope="module")
+def narrowing_engine(tiny_model):
+    params = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("paper", "ar")]
+    return small_engine(tiny_model, params, deterministic=True)
+
+
 @given(case=cases(), before=st.integers(0, 6))
 def test_a_paper_sequence_goes_on_token_by_token_from_what_it_has_committed(
-    shifting_engine, case, before
+    narrowing_engine, case, before
 ):
     """What was filled and not committed is forgotten."""
+    engine = narrowing_engine
+    engine.windows = windows = Narrowing(4)
+    engine.scheduler = engine._new_scheduler()
     greedy = in_mode(case, "paper", temperature=0.0, top_k=0, top_p=1.0, stop_token_ids=())
-    windows = Narrowing(4)
-    plain, shifting_engine.windows = shifting_engine.windows, windows
-    shifting_engine.scheduler = shifting_engine._new_scheduler()
-    try:
-        text, result = [], None
-        events = shifting_engine.step(requests_of([greedy]), max_forwards=0)
-        for _ in range(before):
-            if shifting_engine.has_work:
-                events += shifting_engine.step(max_forwards=1)
-        text = [token for event in events for token in getattr(event, "token_ids", [])]
-        windows.narrow = True
-        while shifting_engine.has_work:
-            events += shifting_engine.step()
-        result = events[-1].result
-        left = greedy.params.max_tokens - len(text)
-        if left == 0 or 1 in text:
-            assert result.token_ids == text
-            return
-        rest = in_mode(Case((*case.prompt, *text), greedy.params, 0), "ar", max_tokens=left)
-        assert result.token_ids == text + run(shifting_engine, [rest])[0].token_ids
-    finally:
-        shifting_engine.windows = plain
-        shifting_engine.scheduler = shifting_engine._new_scheduler()
+    events = engine.step(requests_of([greedy]), max_forwards=0)
+    for _ in range(before):
+        if engine.has_work:
+            events += engine.step(max_forwards=1)
+    text = [token for event in events for token in getattr(event, "token_ids", [])]
+    windows.narrow = True
+    result = [*events, *events_of(engine)][-1].result
+    left = greedy.params.max_tokens - len(text)
+    if left == 0 or 1 in text:
+        assert result.token_ids == text
+        return
+    rest = in_mode(Case((*case.prompt, *text), greedy.params, 0), "ar", max_tokens=left)
+    assert result.token_ids == text + run(engine, [rest])[0].token_ids
 
 
 # --- with drafts that are mostly right ---------------------------------------------------

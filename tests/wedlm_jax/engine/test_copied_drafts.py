@@ -76,7 +76,7 @@ def test_drafts_change_no_token(engine, batch, header, slope, windows):
     sizes = engine.settings.program(engine.everything).sizes.tokens
     engine.device.costs = CostTable(sizes, [1 + slope * size for size in sizes])
     batch = [
-        dataclasses.replace(case, prompt=(*header, *case.prompt)[-28:], window=windows)  # type: ignore[arg-type]
+        dataclasses.replace(case, prompt=(*header, *case.prompt)[-28:], window=windows)
         for case in batch
     ]
     expected = run(engine, [in_mode(case, "ar") for case in batch])
@@ -107,7 +107,7 @@ LOOPING = SamplingParams(
 
 def test_a_loop_takes_few_forwards_and_all_is_counted(engine):
     before = engine.device.drafts
-    results = run(engine, [Case((5, 5, 5, 5), LOOPING, None)] * 3)  # type: ignore[arg-type]
+    results = run(engine, [Case((5, 5, 5, 5), LOOPING, None)] * 3)
     for result in results:
         assert result.token_ids == [5] * 20
         # A token without drafts, then 1 + 5 at a time, of which the last need fewer.
@@ -166,28 +166,15 @@ def test_a_model_without_masks_copies_by_default(maskless):
         assert result.num_forwards <= theirs.num_forwards
 
 
-@pytest.mark.parametrize("draft", ["none", "masks"])
-def test_without_copies_it_is_autoregressive(maskless, draft):
-    params = dataclasses.replace(LOOPING, draft=draft, logit_bias={}, max_tokens=8)
-    (result,) = maskless.decode(unwindowed([Case((5, 5, 5), params, 0)]))
-    assert result.num_forwards == result.num_token_instances == len(result.token_ids)
-    assert result.drafts == Drafts()
-
-
-@pytest.mark.parametrize("mode", ["paper", "ar"])
-def test_other_modes_copy_nothing(engine, mode):
-    params = dataclasses.replace(LOOPING, mode=mode)
-    (result,) = engine.decode(unwindowed([Case((5, 5, 5, 5), params, 0)]))
-    assert result.drafts == Drafts()
-
-
 def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model):
     choice = FixedWindows(4, LOOKUP)
 
     def copies(window=None, **params):
-        return choice.lookup(Request(0, [5], SamplingParams(**params), window))  # type: ignore[arg-type]
+        return choice.lookup(Request(0, [5], SamplingParams(**params), window))
 
     assert copies() == 0
     assert copies(draft="lookup") == LOOKUP
     assert copies(0, draft="lookup") == 0
-    assert FixedWindows(0, LOOKUP).lookup(Request(0, [5], SamplingParams())) == LOOKUP
+    assert copies(mode="ar", draft="lookup") == copies(mode="paper", draft="lookup") == 0
+    choice = FixedWindows(0, LOOKUP)
+    assert [copies(draft=draft) for draft in ("auto", "none", "masks")] == [LOOKUP, 0, 0]

@@ -11,13 +11,11 @@ from tests.examples.decode import (
     TINY,
     Case,
     in_mode,
-    requests_of,
     run,
     say_the_same,
     small_engine,
 )
 from tests.forward_sizes import usual_sizes
-from wedlm_jax.engine.interface import Finished
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -70,30 +68,6 @@ def test_verified_equals_autoregressive_alone_and_together(engine):
     # There is something to tell apart: with other numbers the same prompts say other things.
     reseeded = [in_mode(case, "ar", seed=case.params.seed + 1) for case in batch[1::2]]
     assert run(engine, reseeded) != expected[1::2]
-
-
-def test_neither_arrival_nor_aborts_change_a_token(engine):
-    batch = some_cases(engine.settings.window, 1)
-    expected = run(engine, batch)
-    rng = np.random.default_rng(2)
-    waiting = requests_of(batch)
-    results = {}
-    aborted = set()
-    while waiting or engine.has_work:
-        count = int(rng.integers(0, 4))
-        now, waiting = waiting[:count], waiting[count:]
-        unwanted = [r.number for r in now if rng.random() < 0.2 and r.number % 3 == 0]
-        under_way = [n for n in range(COUNT - len(waiting)) if n % 7 == 0 and n not in results]
-        unwanted += [n for n in under_way if rng.random() < 0.3]
-        aborted.update(unwanted)
-        for event in engine.step(now, unwanted, max_forwards=int(rng.integers(1, 4))):
-            if isinstance(event, Finished):
-                results[event.number] = event.result
-    assert len(aborted - set(results)) > 3
-    assert set(results) >= set(range(COUNT)) - aborted
-    for number, result in results.items():
-        assert say_the_same(result, expected[number])
-        assert result.forwards_at == expected[number].forwards_at
 
 
 def test_one_size_serves_every_forward(engine):

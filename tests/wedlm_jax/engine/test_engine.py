@@ -19,6 +19,7 @@ from tests.examples.decode import (
     batches,
     cases,
     cases_with_options,
+    events_of,
     in_mode,
     reference,
     requests_of,
@@ -26,7 +27,6 @@ from tests.examples.decode import (
     small_engine,
 )
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
-from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -55,47 +55,9 @@ def test_a_sequence_alone_equals_the_sequence_among_any_others(
     assert_same(run(streaming_engine, batch)[place], run(streaming_engine, [case])[0])
 
 
-@pytest.mark.full
-@given(batch=st.lists(some_cases, min_size=2, max_size=6), data=st.data())
-def test_autoregressive_sequences_and_windows_run_side_by_side(
-    streaming_engine, autoregressive_engine, batch, data
-):
-    plain = [data.draw(st.booleans()) for _ in batch]
-    mixed = [
-        dataclasses.replace(case, window=0) if without else case
-        for case, without in zip(batch, plain, strict=True)
-    ]
-    for case, without, result in zip(mixed, plain, run(streaming_engine, mixed), strict=True):
-        engine = autoregressive_engine if without else streaming_engine
-        assert_same(result, run(engine, [case])[0])
-
-
-@pytest.fixture(scope="module")
-def roomy_engine(tiny_model):
-    """Longer pages, whole prompts in one chunk, and a wider window than anybody's."""
-    params = [
-        SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("paper", "verified", "ar")
-    ]
-    return small_engine(
-        tiny_model,
-        params,
-        window_size=5,
-        page_size=32,
-        chunk_tokens=64,
-        max_batch_size=2,
-        deterministic=True,
-    )
-
-
 @pytest.fixture(scope="module")
 def gathering_engine(tiny_model):
     return small_engine(tiny_model, attention="gather", deterministic=True)
-
-
-@pytest.mark.full
-@given(case=st.builds(any_mode, cases(), st.sampled_from(["paper", "verified", "ar"])))
-def test_pages_chunks_and_the_engine_s_window_change_nothing(streaming_engine, roomy_engine, case):
-    assert run(roomy_engine, [case]) == run(streaming_engine, [case])
 
 
 @given(batch=batches())
@@ -110,42 +72,11 @@ def test_attention_for_gpus_gives_the_same_tokens(streaming_engine, gathering_en
 # --- burst by burst ----------------------------------------------------------------------
 
 
-def finish(engine, results):
-    while engine.has_work:
-        take(engine.step(), results)
-
-
 def take(events, results):
     for event in events:
         assert not isinstance(event, Failed)
         if isinstance(event, Finished):
             results[event.number] = as_if_first(event.result)
-
-
-@given(batch=batches(), slices=st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_short_bursts_equal_all_at_once(streaming_engine, batch, slices):
-    expected = run(streaming_engine, batch)
-    results = {}
-    deltas = {i: [] for i in range(len(batch))}
-    submitted, turn, spent = requests_of(batch), 0, 0
-    while submitted or streaming_engine.has_work:
-        forwards = slices[turn % len(slices)]
-        events = streaming_engine.step(submitted, max_forwards=forwards)
-        spent += forwards
-        for event in events:
-            if isinstance(event, TokenDelta):
-                deltas[event.number].append(event)
-                assert event.num_forwards <= spent
-        take(events, results)
-        submitted, turn = [], turn + 1
-    for i, whole in enumerate(expected):
-        assert results[i] == whole
-        assert [t for delta in deltas[i] for t in delta.token_ids] == whole.token_ids
-        assert [n for delta in deltas[i] for n in delta.forwards_at] == whole.forwards_at
-        assert [n for delta in deltas[i] for n in delta.instances_at] == whole.instances_at
-        assert deltas[i][-1].num_output == len(whole.token_ids)
-    # Nothing is left to do, so nothing changes.
-    assert streaming_engine.step() == []
 
 
 @given(batch=batches(), data=st.data())
@@ -163,18 +94,6 @@ def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
         # In other company a choice that ties may fall the other way.
         if reference(full_forward, TINY, case).margin > SAFE_MARGIN:
             assert stopped == cut
-
-
-def test_an_abort_ends_one_sequence_and_no_other(streaming_engine):
-    slow = dataclasses.replace(PLAIN, entropy_threshold=None)
-    batch = [Case((3 + i, 9), slow, 4) for i in range(4)]
-    expected = run(streaming_engine, batch)
-    results = {}
-    take(streaming_engine.step(requests_of(batch), max_forwards=2), results)
-    take(streaming_engine.step(aborted=[1]), results)
-    finish(streaming_engine, results)
-    assert results == {i: expected[i] for i in (0, 2, 3)}
-    assert streaming_engine.counters.pages_used == 0
 
 
 def test_the_window_as_the_next_forward_sees_it(streaming_engine):
@@ -195,33 +114,6 @@ def test_the_window_as_the_next_forward_sees_it(streaming_engine):
         assert view.start == 3 + tokens
         assert view.order == filled + masks
         assert len(view.tokens) == 4 + view.tokens.index(None)
-
-
-def test_a_request_with_options_among_those_without(one_size_engine, streaming_engine):
-    """It comes while others run for which the program was made without them."""
-    biased = dataclasses.replace(PLAIN, logit_bias={7: 100})
-    batch = [Case((3 + i, 9), biased if i == 3 else PLAIN, 4) for i in range(6)]
-    first, rest = requests_of(batch[:2]), requests_of(batch[2:], first=2)
-    results = {}
-    take(one_size_engine.step(first, max_forwards=3), results)
-    take(one_size_engine.step(rest, max_forwards=1), results)
-    finish(one_size_engine, results)
-    assert set(results[3].token_ids) == {7}
-    assert [results[i] for i in range(6)] == run(streaming_engine, batch)
-
-
-def test_a_prompt_that_is_too_long_fails_alone(streaming_engine):
-    case = Case((3, 9), PLAIN, 4)
-    requests = [Request(0, [3] * 40, PLAIN), *requests_of([case], first=1)]
-    failed, *events = streaming_engine.step(requests)
-    assert isinstance(failed, Failed)
-    assert isinstance(failed.error, InputError)
-    results = {}
-    take(events, results)
-    finish(streaming_engine, results)
-    assert results == {1: run(streaming_engine, [case])[0]}
-    with pytest.raises(InputError, match="exceed max_model_len"):
-        streaming_engine.decode([Request(0, [3] * 40, PLAIN)])
 
 
 # --- programs ----------------------------------------------------------------------------
@@ -284,7 +176,7 @@ def test_a_program_is_compiled_while_others_decode(tiny_model):
     thread = threading.Thread(target=engine.compile_program, args=[engine.traits_with([drawn])])
     thread.start()
     results = {}
-    finish(engine, results)
+    take(events_of(engine), results)
     thread.join()
     assert as_if_first(results[2]) == as_if_first(expected)
     programs = engine.num_programs
@@ -297,7 +189,7 @@ def test_a_program_is_compiled_while_others_decode(tiny_model):
     take(engine.step(max_forwards=1), results)
     assert 0 not in results
     assert engine.device.traits == narrow
-    finish(engine, results)
+    take(events_of(engine), results)
     assert as_if_first(results[0]) == as_if_first(expected)
     assert engine.num_programs == programs
     assert engine.compiled_for(engine.traits_with([plain])) == narrow

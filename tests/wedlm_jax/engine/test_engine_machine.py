@@ -1,10 +1,6 @@
 """Requests come, go and share prefixes while pages run out, on the device: nothing is lost, and
 each gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import hypothesis.strategies as st
 import pytest
 from flax import nnx
@@ -12,9 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.examples.decode import TINY, say_the_same, small_engine
-from wedlm_jax.completion import Completion
-from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
+from wedlm_jax.engine.scheduling import admission
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -36,10 +31,6 @@ def engines():
 
 class Machine(RuleBasedStateMachine):
     """The engine that is short of pages; results are compared with those of sequences alone."""
-
-    small: Engine
-    alone: Engine
-    known: dict[Any, Completion]
 
     def __init__(self):
         super().__init__()
@@ -89,18 +80,22 @@ class Machine(RuleBasedStateMachine):
         for event in events:
             request = self.live[event.number]
             if isinstance(event, TokenDelta):
-                self.tokens[event.number] += event.token_ids
+                told = event.token_ids, event.forwards_at, event.instances_at
+                self.tokens[event.number] += zip(*told, strict=True)
+                assert event.num_output == len(self.tokens[event.number])
                 continue
             assert isinstance(event, Finished)
             del self.live[event.number]
-            assert event.result.token_ids == self.tokens[event.number]
+            result = event.result
+            told = result.token_ids, result.forwards_at, result.instances_at
+            assert list(zip(*told, strict=True)) == self.tokens[event.number]
             key = (request.prompt, request.params)
             if key not in self.known:
                 (self.known[key],) = self.alone.decode([request])
             expected = self.known[key]
-            assert say_the_same(event.result, expected)
+            assert say_the_same(result, expected)
             if request.params.mode != "verified":  # whose drafts are lost when it is put back
-                assert event.result.forwards_at == expected.forwards_at
+                assert result.forwards_at == expected.forwards_at
 
     @invariant()
     def nothing_is_lost(self):
@@ -115,7 +110,8 @@ class Machine(RuleBasedStateMachine):
         assert self.engine.counters.pages_used == 0
 
 
-def test_requests_that_come_and_go(engines):
+def test_requests_that_come_and_go(engines, monkeypatch):
+    monkeypatch.setattr(admission, "SHORTEST_REUSE", 4)
     Machine.small, Machine.alone = engines
     Machine.known = {}
     run_state_machine_as_test(

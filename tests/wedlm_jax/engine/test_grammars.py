@@ -15,7 +15,9 @@ from tests.examples.decode import (
     TINY,
     Case,
     cases,
+    events_of,
     in_mode,
+    on_mesh,
     requests_of,
     run,
     say_the_same,
@@ -30,7 +32,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Generation
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.sharding import make_mesh, tree_shardings
+from wedlm_jax.sharding import make_mesh
 
 EXPECTED = [
     SamplingParams(mode="paper", temperature=1.0, top_k=3),
@@ -114,33 +116,14 @@ def test_it_is_ar_decoding_with_the_other_tokens_impossible(engine, full_forward
         assert run(engine, [case])[0].token_ids == expected
 
 
-def test_drafts_within_the_grammar_are_accepted(engine):
-    """Not all tokens come one by one: what a mask drafts may well be allowed."""
-    params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
-    batch = [Case((3 + i, 5, 9), dataclasses.replace(params, regex=str(i)), 4) for i in range(12)]
-    results = run(engine, batch)
-    assert sum(result.num_forwards for result in results) < sum(
-        len(result.token_ids) for result in results
-    )
-
-
-def events_of(engine, requests):
-    last = {}
-    events = engine.step(requests)
-    while True:
-        last |= {event.number: event for event in events}
-        if not engine.has_work:
-            return last
-        events = engine.step()
-
-
 @pytest.mark.parametrize("mode", ["verified", "ar"])
 def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(engine, mode):
     params = SamplingParams(mode=mode, max_tokens=12, regex="7")
     batch = [Case((3 + i, 9), params, 4) for i in range(6)]
     expected = run(engine, batch)
     dead = Case((4, 9), dataclasses.replace(params, regex="7 dead"), 4)
-    last = events_of(engine, requests_of([*batch[:2], dead, *batch[3:]]))
+    requests = requests_of([*batch[:2], dead, *batch[3:]])
+    last = {event.number: event for event in events_of(engine, requests)}
     failed = last.pop(2)
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, InputError)
@@ -196,32 +179,16 @@ def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
         autoregressive_engine.check((3, 4), SamplingParams(max_tokens=4, json_schema={}))
 
 
-def test_preempted_sequences_go_on_within_their_grammar(engine):
-    params = SamplingParams(mode="verified", draft_budget=100.0, max_tokens=20)
-    batch = [
-        Case(tuple(range(2, 22)), dataclasses.replace(params, regex=str(i)), 4) for i in range(9)
-    ]
-    before = engine.counters.preemptions
-    together = run(engine, batch)
-    assert engine.counters.preemptions > before
-    for case, result in zip(batch, together, strict=True):
-        # Its drafts are dropped when it is put back: it takes more forwards.
-        assert say_the_same(result, run(engine, [case])[0])
-        assert_in_grammar(result, case)
-
-
 @pytest.mark.full
 def test_on_a_mesh_they_are_what_they_are_on_one_device():
     config = dataclasses.replace(TINY, num_attention_heads=4, num_key_value_heads=2)
     model = Transformer(config, rngs=nnx.Rngs(7))
     mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
-    graph, parameters = nnx.split(model)
-    on_mesh = nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
     options = {"deterministic": True, "grammars": RandomAutomata()}
     batch = [
         Case((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
         for i, mode in enumerate(["verified", "ar", "verified"] * 3)
     ]
     expected = run(small_engine(model, EXPECTED[1:], **options), batch)
-    sharded = run(small_engine(on_mesh, EXPECTED[1:], mesh=mesh, **options), batch)
+    sharded = run(small_engine(on_mesh(model, mesh), EXPECTED[1:], mesh=mesh, **options), batch)
     assert all(map(say_the_same, sharded, expected))

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.examples.decode import (
     Case,
     assert_logprobs_near,
     in_mode,
+    on_mesh,
     run,
     say_the_same,
     small_engine,
@@ -19,7 +19,7 @@ from tests.examples.training import tiny_transformer
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.sharding import make_mesh, tree_shardings
+from wedlm_jax.sharding import make_mesh
 
 MODEL = tiny_transformer(
     vocab_size=104,
@@ -59,11 +59,6 @@ def mesh_of(sizes):
     return make_mesh(sizes, jax.devices()[:count])
 
 
-def placed(model, mesh):
-    graph, parameters = nnx.split(model)
-    return nnx.merge(graph, jax.device_put(parameters, tree_shardings(mesh, parameters)))
-
-
 def engine_of(model, mesh=None, **options):
     """Two sequences a replica, so that all come and go; one size, so that little is compiled."""
     usual = {
@@ -80,7 +75,7 @@ def engine_of(model, mesh=None, **options):
 @pytest.fixture(scope="module")
 def on_eight():
     mesh = mesh_of({"data": 2, "tensor": 4})
-    engine = engine_of(placed(MODEL, mesh), mesh, lookup=3)
+    engine = engine_of(on_mesh(MODEL, mesh), mesh, lookup=3)
     engine.expect([dataclasses.replace(PARAMS[1], draft="lookup")])
     return engine
 
@@ -99,7 +94,7 @@ def test_tokens_and_counts_equal_those_of_one_device(sizes, expected):
     """Each replica takes over what its own sequences hold."""
     mesh = mesh_of(sizes)
     # A fresh engine: what is cached is counted. Of one mesh, all share what is compiled.
-    engine = engine_of(placed(MODEL, mesh), mesh)
+    engine = engine_of(on_mesh(MODEL, mesh), mesh)
     assert engine.settings.replicas == sizes.get("data", 1)
     results = run(engine, CASES)
     assert without_logprobs(results) == without_logprobs(expected)
@@ -130,12 +125,11 @@ def test_each_device_holds_its_own_part_of_the_cache(on_eight):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}], ids=str)
-def test_rounded_weights_and_caches_on_a_mesh(sizes):
+def test_rounded_weights_and_caches_on_a_mesh():
     rounded = engine_of(quantize_weights(MODEL), kv_cache_dtype="int8")
-    mesh = mesh_of(sizes)
-    on_mesh = engine_of(quantize_weights(placed(MODEL, mesh)), mesh, kv_cache_dtype="int8")
-    assert without_logprobs(run(on_mesh, CASES)) == without_logprobs(run(rounded, CASES))
+    mesh = mesh_of({"data": 2, "tensor": 2})
+    sharded = engine_of(quantize_weights(on_mesh(MODEL, mesh)), mesh, kv_cache_dtype="int8")
+    assert without_logprobs(run(sharded, CASES)) == without_logprobs(run(rounded, CASES))
 
 
 def test_verified_equals_autoregressive_on_a_mesh(on_eight):
@@ -174,7 +168,7 @@ def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(on_ei
 def test_a_burst_ends_once_each_replica_has_finished_its_share():
     """A quarter of its own sequences, not as many as a quarter of all, which is all of its own."""
     mesh = mesh_of({"data": 4})
-    engine = engine_of(placed(MODEL, mesh), mesh, window_size=0)
+    engine = engine_of(on_mesh(MODEL, mesh), mesh, window_size=0)
     params = SamplingParams(mode="ar", ignore_eos=True)
     requests = [
         Request(i, (7, 80 + i), dataclasses.replace(params, max_tokens=most))

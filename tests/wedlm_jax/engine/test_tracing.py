@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples.decode import BATCH, cases, in_mode, requests_of
+from tests.examples.decode import BATCH, cases, events_of, in_mode, requests_of
 from wedlm_jax.engine.interface import Finished, Request, Traced
 from wedlm_jax.params import SamplingParams
 
@@ -16,18 +16,13 @@ MODES = st.sampled_from(["paper", "verified", "ar"])
 
 def decode_traced(engine, requests):
     """Results and forwards of requests, by their number."""
-    results = {}
-    forwards = defaultdict(list)
-    events = engine.step(requests)
-    while True:
-        for event in events:
-            if isinstance(event, Traced):
-                forwards[event.number].append(event)
-            if isinstance(event, Finished):
-                results[event.number] = event.result
-        if not engine.has_work:
-            return results, forwards
-        events = engine.step()
+    results, forwards = {}, defaultdict(list)
+    for event in events_of(engine, requests):
+        if isinstance(event, Traced):
+            forwards[event.number].append(event)
+        if isinstance(event, Finished):
+            results[event.number] = event.result
+    return results, forwards
 
 
 @pytest.mark.full
@@ -123,21 +118,8 @@ def _following(forward, run, window, front=None):
     return forward.start + run, (slots + [None] * length)[:length]
 
 
-@pytest.mark.full
-def test_what_is_not_traced_is_told_as_before(one_size_engine):
-    """A traced request beside it neither adds events to another, nor changes its tokens."""
-    params = SamplingParams(mode="verified", max_tokens=12, seed=1)
-    plain, watched = Request(0, [3, 4, 5], params), Request(1, [6, 7], params, traced=True)
-    (expected,) = one_size_engine.decode([plain])
-    results, forwards = decode_traced(one_size_engine, [plain, watched])
-    assert results[0].token_ids == expected.token_ids
-    assert list(forwards) == [1]
-
-
 def test_a_preempted_or_aborted_sequence_leaves_no_trace_to_the_next(one_size_engine):
     params = SamplingParams(mode="verified", max_tokens=16, seed=1, ignore_eos=True)
     one_size_engine.step([Request(0, [3, 4, 5], params, traced=True)])
-    events = one_size_engine.step([Request(1, [6, 7], params)], [0])
-    while one_size_engine.has_work:
-        events += one_size_engine.step()
+    events = events_of(one_size_engine, [Request(1, [6, 7], params)], [0])
     assert not [event for event in events if isinstance(event, Traced)]

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.examples.decode import say_the_same, small_engine
+from tests.examples.decode import events_of, say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.engine.interface import Failed, Finished, Request
 from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
@@ -104,15 +104,6 @@ def test_windows_that_come_and_go_change_no_token_and_compile_nothing(
     assert all(sum(result.drafts[at] for result in results) for at in (0, 2)), "of both kinds"
 
 
-def test_windows_of_the_paper_that_are_closed_leave_whole_texts(engine):
-    """What they had filled is forgotten where autoregressive decoding goes on."""
-    params = SamplingParams(mode="paper", max_tokens=20, entropy_threshold=1.6, ignore_eos=True)
-    requests = [Request(i, (5, 6, 7 + i), params) for i in range(6)]
-    results, rooms = decode(engine, requests)
-    assert rooms == {0, engine.settings.window}
-    assert [len(result.token_ids) for result in results] == [20] * 6
-
-
 @pytest.mark.full
 def test_grammars_hold_while_windows_come_and_go(tiny_model):
     expected = [SamplingParams(mode=mode, regex="0") for mode in ("verified", "ar")]
@@ -149,13 +140,8 @@ def test_costs_are_learnt_where_others_run_already(tiny_model, mode, window, aut
     assert isinstance(engine.windows, AutoWindows)
     assert engine.windows.costs is None
     second = Request(1, (4, 9), params)
-    results = {}
-    submitted = [second]
-    while engine.has_work:
-        for event in engine.step(submitted):
-            if isinstance(event, Finished):
-                results[event.number] = event.result
-        submitted = []
+    events = events_of(engine, [second])
+    results = {event.number: event.result for event in events if isinstance(event, Finished)}
     assert engine.windows.costs is not None
     plain = Request(1, (4, 9), dataclasses.replace(params, mode="ar"))
     assert say_the_same(results[1], autoregressive_engine.decode([plain])[0])
