@@ -100,22 +100,18 @@ def test_each_caller_gets_its_own_events(echo, loop):
 
 
 def test_the_thread_serves_the_next_request_too_and_ends_when_none_comes(echo, loop, monkeypatch):
-    def threads():
-        return [one for one in threading.enumerate() if one.name == "engine"]
-
-    box, seen = Mailbox(), []
+    box, threads = Mailbox(), set()
     for _ in range(3):
         loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
         until_finished(box, 1)
-        seen += threads()
-    assert len(seen) == 3
-    assert len({*seen}) == 1
+        threads.add(loop._thread)
+    (thread,) = threads
     monkeypatch.setattr("wedlm_jax.engine.loop.IDLE_SECONDS", 0.02)
     with loop.paused():  # wakes the thread, which waits for its second otherwise
         time.sleep(0.1)
-        assert threads(), "the engine is somebody's: it is not idle"
-    seen[0].join(5)
-    assert not threads()
+        assert thread.is_alive(), "the engine is somebody's: it is not idle"
+    thread.join(5)
+    assert not thread.is_alive()
     loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
     until_finished(box, 1)
 
