@@ -207,7 +207,8 @@ def _burst(engine: Engine, left: int, forwards: int) -> _Burst:
     seconds = time.perf_counter() - started
     ran = max(int(engine.device.counters[0]) - before, 1)
     served = {event.number for event in events if isinstance(event, TokenDelta)}
-    remaining = engine.scheduler.prompt_left(OTHERS)
+    long = [one for one in engine.scheduler.sequences if one.number == OTHERS]
+    remaining = sum(len(one.text) - one.num_computed for one in long if one.is_prefilling)
     return _Burst(seconds, ran, left - remaining, len(served - {OTHERS}))
 
 

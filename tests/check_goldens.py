@@ -26,7 +26,7 @@ from wedlm_jax.checkpoint.names import arrays_from_model, parameter_entries
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.interface import Request
+from wedlm_jax.engine.interface import Request, Traced
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.masks import CausalMask
@@ -235,21 +235,23 @@ def decode_trace(model, golden):
     engine = _engine(model, golden["window_size"], 1, chunk_tokens=128)
     mask = model.config.require_mask_token_id()
     trace = []
-    engine.step([as_request(golden)], max_forwards=0)
-    while engine.has_work:
-        view = engine.window(0)
-        assert view is not None
-        run = view.tokens.index(None) if None in view.tokens else len(view.tokens)
-        trace.append(
-            {
-                "physical_tokens": [
-                    mask if view.tokens[s] is None else view.tokens[s] for s in view.order
-                ],
-                "logical_positions": [view.start + s for s in view.order],
-                "committed": view.tokens[:run],
-            }
-        )
-        engine.step(max_forwards=1)
+    events = engine.step([dataclasses.replace(as_request(golden), traced=True)])
+    while events or engine.has_work:
+        for event in events:
+            if isinstance(event, Traced):
+                held, start = event.forward.held, event.forward.start
+                order = sorted(range(len(held)), key=lambda slot: held[slot] is None)
+                # The goldens' runs do not end at a stop token.
+                run = list(itertools.takewhile(lambda token: token is not None, held))
+                assert event.committed == run[: len(event.committed)]
+                trace.append(
+                    {
+                        "physical_tokens": [mask if held[s] is None else held[s] for s in order],
+                        "logical_positions": [start + s for s in order],
+                        "committed": run,
+                    }
+                )
+        events = engine.step() if engine.has_work else []
     return trace
 
 

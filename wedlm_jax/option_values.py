@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -96,6 +96,25 @@ def options_of(kind: type) -> dict[str, Option]:
 def is_token_id(value: object) -> bool:
     """Returns whether a value can be a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_text(value: object) -> bool:
+    """Returns whether a value is a string that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+def as_tuple(
+    name: str, given: Any, what: str, is_valid: Callable[[object], bool]
+) -> tuple[Any, ...]:
+    """Returns a field that lists values as a tuple; None lists none.
+
+    Args:
+      what: what the values are, for the message of the `InputError`.
+    """
+    listed = isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
+    if given is not None and not (listed and all(map(is_valid, given))):
+        raise InputError(f"{name}: expected {what}, not {shortened(repr(given), 60)}")
+    return () if given is None else tuple(given)
 
 
 def as_bias(given: Any) -> dict[int, float]:

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from wedlm_jax.errors import InputError, did_you_mean
-from wedlm_jax.option_values import Option, as_bias, as_schema, as_words, is_token_id, options_of
+from wedlm_jax.option_values import (
+    Option,
+    as_bias,
+    as_schema,
+    as_tuple,
+    as_words,
+    is_text,
+    is_token_id,
+    options_of,
+)
 
 NO_TOKEN = -1
 """Pads arrays of token ids."""
@@ -259,9 +268,10 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", as_tuple("stop", stop, "non-empty strings", is_text))
+        ids = as_tuple("stop_token_ids", self.stop_token_ids, "token ids", is_token_id)
+        object.__setattr__(self, "stop_token_ids", ids)
         object.__setattr__(self, "logit_bias", as_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", as_words(self.bad_words))
         object.__setattr__(self, "json_schema", as_schema(self.json_schema))
@@ -273,10 +283,6 @@ class SamplingParams:
         self._check_together()
 
     def _check_together(self) -> None:
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise InputError("stop: expected non-empty strings")
-        if not all(map(is_token_id, self.stop_token_ids)):
-            raise InputError("stop_token_ids: expected token ids")
         if self.n > 1 and self.temperature == 0:
             raise InputError(
                 f"n: expected 1 at temperature 0, where all samples are the same, not {self.n}"

@@ -181,14 +181,6 @@ def _overridden(params: SamplingParams, fields: Any) -> SamplingParams:
     if "window_size" in fields:
         raise InputError("window_size: expected beside sampling, not within it")
     refuse_unknown(fields, SAMPLING_FIELDS, "sampling field")
-    stop, stop_ids = fields.get("stop", []), fields.get("stop_token_ids", [])
-    if not isinstance(stop, str | list):
-        shown = shown_value(stop)
-        raise InputError(f"sampling.stop: expected a text or a list of texts, not {shown}")
-    if not _is_list_of_integers(stop_ids):
-        raise InputError(
-            f"sampling.stop_token_ids: expected a list of integers, not {shown_value(stop_ids)}"
-        )
     try:
         given = dataclasses.replace(params, **fields)
     except InputError as error:

@@ -1,4 +1,4 @@
 """The decode engine: requests, pages, cached prefixes, bursts of forwards.
 
-Start with `wedlm_jax.engine.engine`; `scheduling` decides what runs, and `device` runs it.
+Start with `wedlm_jax.engine.engine`; `scheduler` decides what runs, and `device` runs it.
 """

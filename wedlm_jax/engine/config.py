@@ -39,7 +39,6 @@ class EngineConfig:
             "chosen for each sequence while it decodes, for speed; in mode paper the tokens may "
             "then depend on the machine",
             low=0,
-            integer=True,
             also=("auto",),
             none=f"auto, but {DEFAULT_WINDOW} in mode paper; 0 for a checkpoint that was not "
             "trained on masks",
@@ -77,7 +76,6 @@ class EngineConfig:
         Option(
             "the most tokens of a prompt and its completion together",
             low=1,
-            integer=True,
             none="the model's context",
         ),
     ] = None
@@ -86,7 +84,6 @@ class EngineConfig:
         Option(
             "the most sequences that decode together on each replica of the model",
             low=1,
-            integer=True,
         ),
     ] = 16
     mesh: Annotated[
@@ -102,7 +99,6 @@ class EngineConfig:
         Option(
             "compute every forward in one shape: a prompt's tokens then depend on nothing but the "
             "prompt, in bfloat16 too; slower",
-            flag=True,
         ),
     ] = False
     chat_template_kwargs: Annotated[
@@ -118,7 +114,6 @@ class EngineConfig:
         Option(
             "read special tokens in messages as tokens, which can end a turn and begin another; "
             "otherwise they are text",
-            flag=True,
         ),
     ] = False
     generation_config: Annotated[
@@ -147,20 +142,18 @@ class EngineConfig:
             "that saves time, with windows only for prompts that ask for them",
             low=0,
             high=MOST_LOOKUP,
-            integer=True,
             none=f"{MOST_LOOKUP}; 0 where window_size is 0",
         ),
     ] = None
     page_size: Annotated[
         int | None,
-        Option("tokens per page of the cache", low=1, integer=True, none="what suits the device"),
+        Option("tokens per page of the cache", low=1, none="what suits the device"),
     ] = None
     num_pages: Annotated[
         int | None,
         Option(
             "pages of each replica, one of them spare",
             low=2,
-            integer=True,
             none="as many as fit and are useful",
         ),
     ] = None
@@ -169,7 +162,6 @@ class EngineConfig:
         Option(
             "the most prompt tokens that a forward computes in addition to windows",
             low=1,
-            integer=True,
             none="what suits the device",
         ),
     ] = None

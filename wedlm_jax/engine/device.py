@@ -20,6 +20,7 @@ from wedlm_jax.decode.logprobs import Logprobs, as_list
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import NOTHING, DecodeState, LastForward
+from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.interface import (
     Admission,
     Burst,
@@ -28,7 +29,6 @@ from wedlm_jax.engine.interface import (
     Report,
     Request,
     WindowForward,
-    WindowView,
 )
 from wedlm_jax.engine.programs import (
     ENTRANTS_AT_ONCE,
@@ -39,7 +39,6 @@ from wedlm_jax.engine.programs import (
     slot_sizes,
 )
 from wedlm_jax.engine.settings import EngineSettings
-from wedlm_jax.engine.windows.costs import CostTable
 from wedlm_jax.grammar.masks import GrammarMasks, Grammars
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
@@ -267,23 +266,6 @@ class Device:
             (tokens, filled, logprobs),
         )
         return SavedWindow(tokens, filled, logprobs, int(self._windows[index]))
-
-    def window(self, index: int) -> WindowView:
-        """Returns the window of a sequence as its next forward will see it."""
-        state = self._state
-        assert state is not None
-        start, active, tokens, filled = jax.device_get(
-            (
-                state.window_start[index],
-                state.active[index],
-                state.tokens[index],
-                state.filled[index],
-            )
-        )
-        slots = range(int(active))
-        held = [int(tokens[slot]) if filled[slot] else None for slot in slots]
-        order = sorted(slots, key=lambda slot: (held[slot] is None, slot))
-        return WindowView(int(start), held, order)
 
     # --- parts of a burst ---------------------------------------------------------------
 

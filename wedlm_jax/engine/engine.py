@@ -18,13 +18,13 @@ from wedlm_jax.completion import Completion
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.options import Traits, check_options
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
+from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.device import Device
-from wedlm_jax.engine.interface import Counters, Event, Failed, Finished, Request, WindowView
-from wedlm_jax.engine.scheduling.scheduler import Scheduler
+from wedlm_jax.engine.interface import Counters, Event, Failed, Finished, Request
+from wedlm_jax.engine.probe import forward_costs
+from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.settings import parameter_bytes, plan_engine
-from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows, WindowChoice
-from wedlm_jax.engine.windows.costs import CostTable
-from wedlm_jax.engine.windows.probe import forward_costs
+from wedlm_jax.engine.windows import AutoWindows, FixedWindows, WindowChoice
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.masks import Grammars
 from wedlm_jax.host.compiled_cache import ProgramStore
@@ -220,11 +220,6 @@ class Engine:
             if not self.has_work:
                 return [results[request.number] for request in requests]
             events = self.step(max_forwards=max_forwards, ahead=True)
-
-    def window(self, number: int) -> WindowView | None:
-        """Returns a request's window as its next forward will see it; None while it waits."""
-        index = self.scheduler.index_of(number)
-        return None if index is None else self.device.window(index)
 
     @property
     def has_work(self) -> bool:

@@ -69,8 +69,14 @@ BAD_LINES = [
         "sampling.top_p: expected a number above 0, up",
     ),
     ('{"prompt": "a", "sampling": {"temperature": 1e999}}', "sampling.temperature: expected a num"),
-    ('{"prompt": "a", "sampling": {"stop": 5}}', "sampling.stop: expected a text or a list"),
-    ('{"prompt": "a", "sampling": {"stop_token_ids": 5}}', "sampling.stop_token_ids: expected a"),
+    (
+        '{"prompt": "a", "sampling": {"stop": 5}}',
+        "sampling.stop: expected non-empty strings, not 5",
+    ),
+    (
+        '{"prompt": "a", "sampling": {"stop_token_ids": 5}}',
+        "sampling.stop_token_ids: expected token ids, not 5",
+    ),
     ('{"prompt": "a", "sampling": {"stop_token_ids": [300]}}', "stop_token_ids: 300 is outside"),
     ('{"prompt": "a", "sampling": {"max_tokens": 320}}', "exceed max_model_len 320"),
     ('{"prompt": "a", "sampling": {"n": 2}}', "sampling.n: expected 1 at temperature 0, where"),

@@ -185,7 +185,7 @@ def test_tokens_of_short_bursts_are_delivered_together(tiny, monkeypatch):
         lines = ask(server, **fields).text.split("\n\n")
         return [line for line in lines if line.startswith("data: {")]
 
-    monkeypatch.setattr("wedlm_jax.engine.scheduling.scheduler.SOON_FORWARDS", 1)
+    monkeypatch.setattr("wedlm_jax.engine.scheduler.SOON_FORWARDS", 1)
     with running_server(tiny, burst_seconds=30) as server:
         hurried = pieces(server, stop=["no text has this"])
         assert len(pieces(server)) < len(hurried)

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from wedlm_jax.engine.interface import Admission, Burst, Report, Request
-from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 PROMPT = 30

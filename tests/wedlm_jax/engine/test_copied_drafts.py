@@ -20,9 +20,9 @@ from tests.examples.decode import (
     small_engine,
 )
 from wedlm_jax.completion import Drafts
+from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.windows.choice import FixedWindows
-from wedlm_jax.engine.windows.costs import CostTable
+from wedlm_jax.engine.windows import FixedWindows
 from wedlm_jax.params import DRAFTS, SamplingParams
 
 LOOKUP = 5

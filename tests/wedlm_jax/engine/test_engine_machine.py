@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.examples.decode import TINY, say_the_same, small_engine
+from wedlm_jax.engine import admission
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
-from wedlm_jax.engine.scheduling import admission
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 

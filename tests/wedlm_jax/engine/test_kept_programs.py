@@ -9,8 +9,8 @@ from flax import nnx
 
 from tests.examples.decode import TINY, on_mesh, small_engine
 from tests.examples.jax_cache import without_jax_cache
+from wedlm_jax.engine import probe
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.windows import probe
 from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.host.progress import COMPILING
 from wedlm_jax.model import Transformer

@@ -175,8 +175,7 @@ def test_a_burst_ends_once_each_replica_has_finished_its_share():
         for i, most in enumerate([3] * 4 + [40] * 4)
     ]
     engine.step(requests, max_forwards=0)
-    places = [engine.scheduler.index_of(i) for i in range(8)]
-    assert [place // 2 for place in places if place is not None] == [0, 1, 2, 3] * 2
+    assert [one.index // 2 for one in engine.scheduler.sequences] == [0, 1, 2, 3] * 2
     done = [e.number for e in engine.step(max_forwards=30) if isinstance(e, Finished)]
     assert sorted(done) == [0, 1, 2, 3]
     assert engine.device.counters[0] == 3

@@ -13,8 +13,8 @@ from tests.examples.decode import (
     say_the_same,
     small_engine,
 )
+from wedlm_jax.engine import admission
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
-from wedlm_jax.engine.scheduling import admission
 from wedlm_jax.params import SamplingParams
 
 PLAIN = SamplingParams(mode="paper", max_tokens=12, entropy_threshold=1.6)

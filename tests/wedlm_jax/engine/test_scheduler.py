@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.wedlm_jax.engine.scheduling.fake_device import (
+from tests.wedlm_jax.engine.fake_device import (
     WINDOW,
     FakeDevice,
     decode_alone,
@@ -17,9 +17,9 @@ from tests.wedlm_jax.engine.scheduling.fake_device import (
     small_sizes,
 )
 from wedlm_jax.engine.interface import Failed, NewTokens, TokenDelta
-from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
-from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.engine.scheduler import Scheduler
+from wedlm_jax.engine.sequence import SequenceState, widest_span
+from wedlm_jax.engine.windows import FixedWindows
 from wedlm_jax.errors import InputError
 
 
@@ -170,12 +170,12 @@ def test_a_caller_may_ask_for_fewer_forwards_or_none():
     scheduler, device = new()
     assert scheduler.step([request(1, [5]), request(2, [6])], max_forwards=0) == []
     assert len(device.sequences) == 2
-    assert [scheduler.index_of(number) for number in (1, 2, 3)] == [0, 1, None]
+    assert [sequence.index for sequence in scheduler.sequences] == [0, 1]
     events = scheduler.step(max_forwards=1)
     assert [event.num_output for event in events if isinstance(event, TokenDelta)] == [1, 1]
     ended = results(drain(scheduler, events))
     assert ended[1].token_ids == decode_alone(request(1, [5]), 0)[0]
-    assert scheduler.index_of(1) is None
+    assert not scheduler.sequences
 
 
 def test_windows_learn_from_bursts():

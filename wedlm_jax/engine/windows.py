@@ -5,7 +5,7 @@ A burst with windows W_i decodes
     Σ E_i(W_i) / cost(Σ T_i(W_i))
 
 tokens per second, where a forward of sequence i commits E_i tokens and computes T_i, and the cost
-comes from a table (`wedlm_jax.engine.windows.costs`). Before every burst the windows with the
+comes from a table (`wedlm_jax.engine.costs`). Before every burst the windows with the
 highest rate are chosen. Without windows everything is known: E = T = 1.
 
 The number of right drafts in a row is assumed to be geometric: each further one is right with
@@ -31,9 +31,9 @@ from typing import Protocol
 
 import numpy as np
 
+from wedlm_jax.engine.costs import CostTable, Floats
 from wedlm_jax.engine.interface import Burst, Report, Request
-from wedlm_jax.engine.scheduling.sequence import SequenceState
-from wedlm_jax.engine.windows.costs import CostTable, Floats
+from wedlm_jax.engine.sequence import SequenceState
 
 
 class WindowChoice(Protocol):

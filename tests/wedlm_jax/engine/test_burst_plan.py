@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.scheduling.burst_plan import (
+from wedlm_jax.engine.burst_plan import (
     PLAIN_FORWARDS,
     PREFILL_FORWARDS,
     SHARE,
@@ -19,8 +18,9 @@ from wedlm_jax.engine.scheduling.burst_plan import (
     give_pages,
     prefill_forwards,
 )
-from wedlm_jax.engine.scheduling.replica import Replica
-from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.interface import Request
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 

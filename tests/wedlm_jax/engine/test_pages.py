@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.scheduling.pages import (
+from wedlm_jax.engine.pages import (
     TRASH_PAGE,
     PageError,
     Pages,
     PrefixTree,
     page_key,
 )
-from wedlm_jax.engine.scheduling.replica import Replica
-from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
 SIZE = 2

@@ -18,10 +18,10 @@ from tests.wedlm_jax.engine.simulated_decoding import (
     Simulation,
     Text,
 )
+from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.scheduling.sequence import SequenceState
-from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
-from wedlm_jax.engine.windows.costs import CostTable
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.windows import AutoWindows, FixedWindows
 from wedlm_jax.params import SamplingParams
 
 WIDTHS = (0, 2, 4, 8, 16)
@@ -162,7 +162,7 @@ def test_trials_of_windows_cost_what_they_may(monkeypatch):
     back."""
     plain = fixed_speeds("cpu", 8, "hopeless", "verified")[0]
     assert speed("cpu", 8, "hopeless", worsen=quiet) > 0.985 * plain
-    monkeypatch.setattr("wedlm_jax.engine.windows.choice.SHARE", 0.3)
+    monkeypatch.setattr("wedlm_jax.engine.windows.SHARE", 0.3)
     assert speed("cpu", 8, "hopeless", worsen=quiet) < 0.95 * plain
 
 

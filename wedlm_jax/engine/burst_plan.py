@@ -11,8 +11,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from wedlm_jax.engine.scheduling.replica import Replica
-from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
 
 WAITING_FORWARDS = 32
 """The most forwards while a sequence waits for a place; a burst also ends when some are free."""

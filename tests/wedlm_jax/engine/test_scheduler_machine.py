@@ -14,15 +14,15 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.wedlm_jax.engine.scheduling.fake_device import (
+from tests.wedlm_jax.engine.fake_device import (
     WINDOW,
     FakeDevice,
     decode_alone,
     small_sizes,
 )
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
-from wedlm_jax.engine.scheduling.scheduler import Scheduler
-from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.engine.scheduler import Scheduler
+from wedlm_jax.engine.windows import FixedWindows
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 

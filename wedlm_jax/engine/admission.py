@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from wedlm_jax.engine.scheduling.pages import Node
-from wedlm_jax.engine.scheduling.replica import Replica
-from wedlm_jax.engine.scheduling.sequence import SequenceState, widest_span
-from wedlm_jax.engine.windows.choice import WindowChoice
+from wedlm_jax.engine.pages import Node
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState, widest_span
+from wedlm_jax.engine.windows import WindowChoice
 
 SHORTEST_REUSE = 32
 """The fewest shared tokens to wait for; fewer are computed again as cheaply."""

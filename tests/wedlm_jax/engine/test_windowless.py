@@ -9,8 +9,8 @@ import pytest
 from tests.examples.decode import events_of, say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.engine.interface import Failed, Finished, Request
-from wedlm_jax.engine.windows.choice import AutoWindows, FixedWindows
-from wedlm_jax.engine.windows.probe import interpolated, spread
+from wedlm_jax.engine.probe import interpolated, spread
+from wedlm_jax.engine.windows import AutoWindows, FixedWindows
 from wedlm_jax.params import SamplingParams
 
 
@@ -138,11 +138,11 @@ def test_costs_are_learnt_where_others_run_already(tiny_model, mode, window, aut
     first = Request(0, (3, 9), dataclasses.replace(params, mode=mode), window)
     engine.step([first], max_forwards=1)
     assert isinstance(engine.windows, AutoWindows)
-    assert engine.windows.costs is None
+    assert engine.costs is None
     second = Request(1, (4, 9), params)
     events = events_of(engine, [second])
     results = {event.number: event.result for event in events if isinstance(event, Finished)}
-    assert engine.windows.costs is not None
+    assert engine.costs is not None
     plain = Request(1, (4, 9), dataclasses.replace(params, mode="ar"))
     assert say_the_same(results[1], autoregressive_engine.decode([plain])[0])
 

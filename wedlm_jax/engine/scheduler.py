@@ -10,6 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from wedlm_jax.engine.admission import AdmissionRound, Admitter, ArrivalQueue
+from wedlm_jax.engine.burst_plan import (
+    PromptPace,
+    burst_length,
+    give_pages,
+    prefill_forwards,
+)
 from wedlm_jax.engine.interface import (
     Admission,
     Burst,
@@ -23,17 +30,10 @@ from wedlm_jax.engine.interface import (
     TokenDelta,
     Traced,
 )
-from wedlm_jax.engine.scheduling.admission import AdmissionRound, Admitter, ArrivalQueue
-from wedlm_jax.engine.scheduling.burst_plan import (
-    PromptPace,
-    burst_length,
-    give_pages,
-    prefill_forwards,
-)
-from wedlm_jax.engine.scheduling.replica import Replica
-from wedlm_jax.engine.scheduling.sequence import Member, SequenceState, longest_room
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import Member, SequenceState, longest_room
 from wedlm_jax.engine.settings import SchedulerSizes
-from wedlm_jax.engine.windows.choice import WindowChoice
+from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.errors import InputError, counted
 
 SOON_FORWARDS = 64
@@ -305,18 +305,6 @@ class Scheduler:
     def numbers(self) -> list[int]:
         """The numbers of all requests."""
         return list(self._sequences)
-
-    def index_of(self, number: int) -> int | None:
-        """Returns the index of a running request; None for others."""
-        sequence = self._sequences.get(number)
-        return None if sequence is None or sequence.index < 0 else sequence.index
-
-    def prompt_left(self, number: int) -> int:
-        """Returns how many tokens of a request's prompt remain to be computed."""
-        sequence = self._sequences.get(number)
-        if sequence is None or (sequence.index >= 0 and not sequence.is_prefilling):
-            return 0
-        return len(sequence.text) - sequence.num_computed
 
     def _replica_of(self, sequence: SequenceState) -> Replica:
         return self._replicas[sequence.index // self._sizes.num_sequences]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from wedlm_jax.engine.windows.costs import CostTable, kept_table
+from wedlm_jax.engine.costs import CostTable, kept_table
 
 SIZES = (1, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = (0.15e-3, 0.21e-3, 0.30e-3, 0.50e-3, 0.90e-3, 1.5e-3, 2.6e-3, 4.0e-3)

@@ -7,16 +7,16 @@ from itertools import count
 import numpy as np
 import pytest
 
-from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.scheduling.admission import (
+from wedlm_jax.engine.admission import (
     SHORTEST_REUSE,
     Admitter,
     ArrivalQueue,
     common_length,
 )
-from wedlm_jax.engine.scheduling.replica import Replica
-from wedlm_jax.engine.scheduling.sequence import SequenceState
-from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.engine.interface import Request
+from wedlm_jax.engine.replica import Replica
+from wedlm_jax.engine.sequence import SequenceState
+from wedlm_jax.engine.windows import FixedWindows
 from wedlm_jax.params import SamplingParams
 
 PAGE = 4

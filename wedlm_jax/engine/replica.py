@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from wedlm_jax.engine.scheduling.pages import Node, PageError, Pages, PrefixTree, page_key
-from wedlm_jax.engine.scheduling.sequence import SequenceState
+from wedlm_jax.engine.pages import Node, PageError, Pages, PrefixTree, page_key
+from wedlm_jax.engine.sequence import SequenceState
 
 
 class Replica:

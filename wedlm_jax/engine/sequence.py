@@ -11,7 +11,7 @@ import numpy as np
 
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.interface import NewTokens, Request
-from wedlm_jax.engine.scheduling.pages import Node
+from wedlm_jax.engine.pages import Node
 
 if TYPE_CHECKING:
     from wedlm_jax.decode.logprobs import TokenLogprob

@@ -5,7 +5,7 @@ Dummy sequences decode dummy texts: each has its last token and a window of mask
 draft budget is 0), and so runs the same number of tokens in every forward. They write into
 arbitrary pages, so this is done before the first real sequence.
 
-Tested by tests/wedlm_jax/engine/windows/test_windowless.py.
+Tested by tests/wedlm_jax/engine/test_windowless.py.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from wedlm_jax.engine.costs import OVERHEAD, CostTable, kept_table
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.interface import Admission, Burst, Report, Request
-from wedlm_jax.engine.windows.costs import OVERHEAD, CostTable, kept_table
 from wedlm_jax.host.progress import MEASURING
 from wedlm_jax.params import SamplingParams
 

@@ -15,9 +15,9 @@ import random
 import numpy as np
 
 from wedlm_jax.engine.interface import Finished, NewTokens, Report, Request
-from wedlm_jax.engine.scheduling.scheduler import Scheduler
+from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.settings import SchedulerSizes
-from wedlm_jax.engine.windows.choice import FixedWindows
+from wedlm_jax.engine.windows import FixedWindows
 from wedlm_jax.params import SamplingParams
 
 VOCAB = 50

@@ -1,1 +1,0 @@
-"""Chooses the window of each sequence: as requested, or by speed."""
