@@ -1,0 +1,217 @@
+"""The paper's trade-offs on the included model: accuracy against speed over τ, λ and W in mode
+paper, and streaming against block-wise decoding. AR decodes by turns with the rest.
+
+A run that was interrupted goes on where it stopped: measured groups are read from `--output`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.options import add_numbers, new_parser
+from infer.bench.measure import machine, table
+from infer.evaluate import EMBEDDED_QUESTIONS, Decoder, decoders_at, evaluate_all
+from infer.plots import check_plot, new_figure, save_figure
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import check_writable, write_json
+from wedlm_jax.host.command_line import run_command
+from wedlm_jax.records.questions import Question, read_questions
+
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+PENALTIES = (0.0, 0.01, 0.02, 0.05, 0.1)
+WINDOWS = (4, 6, 8, 16, 32)
+USUAL_PENALTY = 0.02
+"""λ of the group that also has verified and block-wise decoding, which do not depend on it."""
+KINDS = ("ar", "blockwise", "paper", "verified")
+
+Row = dict[str, Any]
+"""What a decoder did in a regime: a `Score` with its τ, λ and W, and its speed against AR."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = new_parser("tradeoffs", __doc__, passes=2)
+    add_numbers(parser, "--samples", 60, "questions of each regime")
+    add_numbers(parser, "--windows", WINDOWS, "values of W")
+    for flag, values, what in (
+        ("--thresholds", THRESHOLDS, "values of τ, in nats"),
+        ("--penalties", PENALTIES, "values of λ, in nats per slot"),
+    ):
+        shown = " ".join(f"{value:g}" for value in values)
+        parser.add_argument(
+            flag, type=float, nargs="+", default=values, metavar="X", help=f"{what} [{shown}]"
+        )
+    parser.add_argument("--plot", default=None, metavar="FILE", help="also draw the trade-offs")
+    options = parser.parse_args(arguments)
+    if options.output is None:
+        raise InputError("--output: expected a file, to which each group of figures is added")
+    if options.plot is not None:
+        check_plot(options.plot)
+    rows = measured(options, Path(options.output))
+    console = Console(highlight=False)
+    for regime in dict.fromkeys(row["regime"] for row in rows):
+        here = [row for row in rows if row["regime"] == regime]
+        front = pareto(here)
+        if front:
+            cells = [{name: _cell(row, name) for name in COLUMNS} for row in front]
+            title = f"{regime.replace('_', ' ')}: no other point is as right and as fast"
+            console.print(table(title, cells))
+    if options.plot is not None:
+        draw(rows, Path(options.plot))
+    return 0
+
+
+def measured(options: Any, path: Path) -> list[Row]:
+    """Measures every group that ``path`` lacks, and adds each to it; returns all rows.
+
+    Raises:
+      InputError: the file has figures of other settings, which cannot be compared.
+    """
+    check_writable(path, "--output")
+    regimes = [some[: options.samples] for some in read_questions(EMBEDDED_QUESTIONS).values()]
+    settings = {"machine": machine(), "samples": options.samples, "passes": options.passes}
+    settings["thresholds"] = list(options.thresholds)
+    made: dict[str, Any] = {"settings": settings, "groups": {}}
+    if path.exists():
+        made = json.loads(path.read_text(encoding="utf-8"))
+        if made.get("settings") != settings:
+            raise InputError(f"{path}: has figures of other settings; choose another --output")
+    todo = [
+        (window, penalty)
+        for window in options.windows
+        for penalty in options.penalties
+        if _name(window, penalty) not in made["groups"]
+    ]
+    console, started, decoders = Console(stderr=True, highlight=False), time.perf_counter(), []
+    for number, (window, penalty) in enumerate(todo):
+        spent = time.perf_counter() - started
+        left = f", {spent / number * (len(todo) - number) / 60:.0f} min left" if number else ""
+        console.print(f"{_name(window, penalty)}: group {number + 1} of {len(todo)}{left}")
+        if number == 0 or window != todo[number - 1][0]:
+            decoders = decoders_at(None, options.thresholds, window_size=window, kinds=KINDS)
+        group = list(_group(decoders, window, penalty, regimes, options.passes))
+        made["groups"][_name(window, penalty)] = group
+        write_json(path, made)
+    return [row for group in made["groups"].values() for row in group]
+
+
+def _name(window: int, penalty: float) -> str:
+    return f"W = {window}, λ = {penalty:g}"
+
+
+def _group(
+    decoders: Sequence[Decoder],
+    window: int,
+    penalty: float,
+    regimes: Sequence[Sequence[Question]],
+    passes: int,
+) -> Iterator[Row]:
+    """Yields the rows of one window and position penalty."""
+    chosen = {
+        one.name: dataclasses.replace(
+            one, params=dataclasses.replace(one.params, position_penalty=penalty)
+        )
+        for one in decoders
+        if penalty == USUAL_PENALTY or one.name.startswith(("AR", "paper"))
+    }
+    speeds: dict[str, float] = {}
+    for score in evaluate_all(list(chosen.values()), regimes, passes=passes):
+        params = chosen[score.decoder].params
+        speeds.setdefault(score.regime, score.tokens_per_second)  # AR is the first of all
+        yield {
+            **score.as_row(),
+            "kind": score.decoder.partition(" τ")[0],
+            "window": window,
+            "penalty": penalty,
+            "threshold": params.entropy_threshold,
+            "speed": score.tokens_per_second / speeds[score.regime],
+        }
+
+
+# --- what is shown ---------------------------------------------------------------------------
+
+COLUMNS = ("decoder", "W", "λ", "right, %", "against AR", "tokens / forward", "p_cache")
+
+
+def _cell(row: Row, column: str) -> str | float:
+    streams = row["kind"] not in ("AR", "verified")
+    return {
+        "decoder": row["decoder"],
+        "W": "" if row["kind"] == "AR" else row["window"],
+        "λ": row["penalty"] if streams else "",
+        "right, %": 100 * row["accuracy"],
+        "against AR": f"{row['speed']:.2f}×",
+        "tokens / forward": row["tokens_per_forward"],
+        "p_cache": row["p_cache"],
+    }[column]
+
+
+def pareto(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of one regime that no other row beats in accuracy without being slower, from
+    the most accurate one; none where nothing is right or wrong."""
+    known = [row for row in rows if row["accuracy"] is not None]
+    known.sort(key=lambda row: (-row["accuracy"], -row["speed"]))
+    front: list[Row] = []
+    for row in known:
+        if not front or row["speed"] > front[-1]["speed"]:
+            front.append(row)
+    return front
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draws a column for each regime that has right answers: accuracy against tokens per forward
+    for streaming and block-wise decoding over τ, and all points against speed with their front."""
+    regimes = list(dict.fromkeys(row["regime"] for row in rows if row["accuracy"] is not None))
+    figure = new_figure(5 * len(regimes), 8)
+    panels = figure.subplots(2, len(regimes), squeeze=False)
+    widest = 16 if any(row["window"] == 16 for row in rows) else max(r["window"] for r in rows)
+    for column, regime in enumerate(regimes):
+        here = [row for row in rows if row["regime"] == regime]
+        usual = [r for r in here if r["window"] == widest and r["penalty"] == USUAL_PENALTY]
+        over, all_ = panels[0][column], panels[1][column]
+        for kind in ("paper", "block-wise", "verified"):
+            _curve(over, [row for row in usual if row["kind"] == kind], "tokens_per_forward", kind)
+        over.set(title=regime.replace("_", " "), xlabel=f"tokens per forward, W = {widest}")
+        for window in dict.fromkeys(row["window"] for row in here):
+            some = [r for r in here if r["window"] == window and r["kind"] == "paper"]
+            points = [(row["speed"], 100 * row["accuracy"]) for row in some]
+            all_.plot(*zip(*points, strict=True), ".", label=f"paper, W = {window}", alpha=0.6)
+        front = [(row["speed"], 100 * row["accuracy"]) for row in pareto(here)]
+        all_.plot(*zip(*front, strict=True), "k-", linewidth=1, label="front")
+        best = [row for row in here if row["kind"] == "verified"]
+        points = [(row["speed"], 100 * row["accuracy"]) for row in best]
+        if points:
+            all_.plot(*zip(*points, strict=True), "*", markersize=10, label="verified")
+        all_.set(xlabel="speed against AR, wall-clock")
+        for axes in (over, all_):
+            axes.set(ylabel="right, %")
+            axes.grid(alpha=0.3)
+    panels[0][0].legend()
+    panels[1][0].legend()
+    save_figure(figure, path)
+
+
+def _curve(axes: Any, rows: Sequence[Mapping[str, Any]], name: str, label: str) -> None:
+    if not rows:
+        return
+    axes.plot(
+        [row[name] for row in rows],
+        [100 * row["accuracy"] for row in rows],
+        marker="*" if label == "verified" else "o",
+        label=label,
+    )
+    for row in rows if label != "verified" else ():
+        point = row[name], 100 * row["accuracy"]
+        tau = f"{row['threshold']:g}"
+        axes.annotate(tau, point, (4, 5), textcoords="offset points", fontsize=8)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command("python -m benchmarks.tradeoffs", lambda: main(sys.argv[1:])))

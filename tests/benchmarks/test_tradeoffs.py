@@ -1,0 +1,118 @@
+import json
+
+import pytest
+
+from benchmarks import tradeoffs
+from infer.evaluate import Decoder
+from infer.score import Score
+from wedlm_jax.errors import InputError
+from wedlm_jax.params import SamplingParams
+
+REGIMES = ("low_entropy", "prose")
+
+
+def score(decoder, regime, right, seconds):
+    """A score of ten answers of ten tokens; prose has no right ones."""
+    return Score(
+        decoder=decoder,
+        regime=regime,
+        questions=10,
+        judged=0 if regime == "prose" else 10,
+        right=right,
+        cut=0,
+        tokens=100,
+        forwards=50,
+        instances=400,
+        as_first=1.0,
+        ar_agrees=1.0,
+        seconds=seconds,
+    )
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Decoders without a model, whose scores depend on the threshold; what was evaluated."""
+    calls = []
+
+    def decoders_at(model, thresholds, *, window_size, kinds):
+        names = ["AR", *(f"paper τ={x:g}" for x in thresholds), "block-wise τ=0.4", "verified"]
+        taus = [name.partition("τ=")[2] for name in names]
+        params = [
+            SamplingParams(mode="paper", entropy_threshold=float(tau) if tau else None)
+            for tau in taus
+        ]
+        return [Decoder(name, None, one) for name, one in zip(names, params, strict=True)]
+
+    def evaluate_all(decoders, regimes, *, passes):
+        calls.append([(one.name, one.params.position_penalty) for one in decoders])
+        return [
+            score(one.name, regime, 10 - (one.params.entropy_threshold == 0.9), 2.0 - place / 10)
+            for regime in REGIMES
+            for place, one in enumerate(decoders)
+        ]
+
+    monkeypatch.setattr(tradeoffs, "decoders_at", decoders_at)
+    monkeypatch.setattr(tradeoffs, "evaluate_all", evaluate_all)
+    return calls
+
+
+ARGUMENTS = ["--windows", "4", "16", "--penalties", "0", "0.02", "--thresholds", "0.4", "0.9"]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(calls, tmp_path, monkeypatch):
+    arguments = [*ARGUMENTS, "--output", str(tmp_path / "figures.json")]
+    usual = tradeoffs.evaluate_all
+
+    def stops(decoders, regimes, *, passes):
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return usual(decoders, regimes, passes=passes)
+
+    monkeypatch.setattr(tradeoffs, "evaluate_all", stops)
+    with pytest.raises(KeyboardInterrupt):
+        tradeoffs.main(arguments)
+    monkeypatch.setattr(tradeoffs, "evaluate_all", usual)
+    assert tradeoffs.main(arguments) == 0
+    assert len(calls) == 4
+    made = json.loads((tmp_path / "figures.json").read_text())
+    assert list(made["groups"]) == [
+        f"W = {window}, λ = {penalty}" for window in (4, 16) for penalty in ("0", "0.02")
+    ]
+    rows = [row for group in made["groups"].values() for row in group]
+    # Verified and block-wise decoding have one λ only; AR is in every group.
+    assert [len(group) for group in made["groups"].values()] == [6, 10, 6, 10]
+    assert {row["speed"] for row in rows if row["kind"] == "AR"} == {1.0}
+    assert [name for name, _ in calls[0]] == ["AR", "paper τ=0.4", "paper τ=0.9"]
+    assert {penalty for _, penalty in calls[0]} == {0.0}
+
+
+def test_figures_of_other_settings_are_not_mixed(calls, tmp_path):
+    arguments = [*ARGUMENTS, "--output", str(tmp_path / "figures.json")]
+    assert tradeoffs.main(arguments) == 0
+    with pytest.raises(InputError, match=r"figures\.json: has figures of other settings"):
+        tradeoffs.main([*arguments, "--samples", "5"])
+
+
+def test_the_output_is_needed_before_anything_is_measured(calls):
+    with pytest.raises(InputError, match="--output: expected a file"):
+        tradeoffs.main([])
+    assert not calls
+
+
+def test_the_front_has_what_no_other_point_beats():
+    points = [(1.0, 0.9), (0.9, 1.5), (0.95, 1.5), (1.0, 0.8), (0.7, 1.4), (0.5, 2.0)]
+    rows = [{"accuracy": accuracy, "speed": speed} for accuracy, speed in points]
+    front = [(row["accuracy"], row["speed"]) for row in tradeoffs.pareto(rows)]
+    assert front == [(1.0, 0.9), (0.95, 1.5), (0.5, 2.0)]
+    assert tradeoffs.pareto([{"accuracy": None, "speed": 1.0}]) == []
+
+
+def test_the_figure_is_drawn(calls, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "figures.svg"
+    output = str(tmp_path / "figures.json")
+    assert tradeoffs.main([*ARGUMENTS, "--output", output, "--plot", str(plot)]) == 0
+    text = plot.read_text()
+    assert "low entropy" in text
+    assert "prose" not in text
+    assert "block-wise" in text
