@@ -213,8 +213,11 @@ def logged(what: str) -> Iterator[None]:
 def listening_socket(host: str, port: int) -> socket.socket:
     """Returns a socket bound to an address, not listening yet."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        sock = socket.socket(family, kind)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        # asyncio sends small pieces at once (TCP_NODELAY) only if the socket names its protocol.
+        # Otherwise a piece of a stream waits for the client to acknowledge the last, up to 40 ms.
+        sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.bind(address)
