@@ -105,7 +105,7 @@ def patient_protocol(seconds: float) -> type[H11Protocol]:
             self._write = _Timer(seconds, self._give_up)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
+            super().connection_made(JoinedWrites(transport))  # type: ignore[arg-type]
             self._head.start()
 
         def data_received(self, data: bytes) -> None:
@@ -138,6 +138,32 @@ def patient_protocol(seconds: float) -> type[H11Protocol]:
             self.transport.abort()
 
     return PatientProtocol
+
+
+class JoinedWrites:
+    """A transport that sends what is written in one turn of the event loop together. Each system
+    call lets the engine's thread take the interpreter, and then waits to have it back; uvicorn
+    writes an answer's head, its pieces and its end apart."""
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport, self._parts = transport, list[bytes]()
+
+    def write(self, data: bytes) -> None:
+        if not self._parts:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._parts.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class _Timer:

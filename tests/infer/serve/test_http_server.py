@@ -1,6 +1,7 @@
 """What stands before the routes. Clients that are slow, broken, greedy or gone hurt nobody else and
 leave nothing behind; each request has a line in the log; keys and origins are checked."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -13,7 +14,8 @@ import openai
 import pytest
 from openai import OpenAI
 
-from infer.serve.http_server import REQUESTS
+from infer.serve.command import listening_socket
+from infer.serve.http_server import REQUESTS, JoinedWrites
 from tests.infer.serve.running_server import MODEL, running_server
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "window_size": 0}
@@ -264,3 +266,62 @@ def test_pages_of_other_origins_are_let_in_only_where_named(server, offline):
         refused = httpx2.get(f"{other.url}/v1/models", headers={"Origin": "https://a.example"})
         assert refused.status_code == 401
         assert refused.headers["access-control-allow-origin"] == "https://a.example"
+
+
+# --- what is sent when ---------------------------------------------------------------------
+
+
+def test_pieces_of_an_answer_go_out_at_once():
+    """A connection without TCP_NODELAY holds a piece back until the last is acknowledged."""
+
+    async def accepted():
+        seen = asyncio.get_running_loop().create_future()
+
+        async def connected(_, writer):
+            option = writer.get_extra_info("socket").getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY
+            )
+            seen.set_result(option)
+            writer.close()
+
+        with listening_socket("127.0.0.1", 0) as sock:
+            async with await asyncio.start_server(connected, sock=sock):
+                _, writer = await asyncio.open_connection(*sock.getsockname())
+                result = await seen
+                writer.close()
+                return result
+
+    assert asyncio.run(accepted())
+
+
+def test_writes_of_one_turn_are_one_system_call():
+    class Transport:
+        def __init__(self):
+            self.sent, self.closed = [], False
+
+        def write(self, data):
+            self.sent.append(data)
+
+        def close(self):
+            self.closed = True
+
+        def is_closing(self):
+            return self.closed
+
+    async def write():
+        transport = Transport()
+        joined = JoinedWrites(transport)
+        joined.write(b"head ")
+        joined.write(b"piece")
+        assert not transport.sent
+        await asyncio.sleep(0)
+        joined.write(b" end")
+        joined.close()  # what was written before goes out first
+        assert transport.sent == [b"head piece", b" end"]
+        await asyncio.sleep(0)
+        joined.write(b"too late")
+        await asyncio.sleep(0)
+        assert transport.sent == [b"head piece", b" end"]
+        return joined.is_closing()
+
+    assert asyncio.run(write())
