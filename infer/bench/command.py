@@ -138,7 +138,7 @@ def _parser() -> CommandParser:
         prog="wedlm bench",
         description="Measures on this machine, all that is compared in one process and by turns:"
         f"\n\n{meanings}\nEverything runs once untimed, which compiles; figures are medians over "
-        "the passes.",
+        "the passes,\nratios those of the turns, with the least and the greatest.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )

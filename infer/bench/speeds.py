@@ -23,6 +23,9 @@ from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.generation import Generation
 from wedlm_jax.params import SamplingParams
 
+SHORT_PASS = 1.0
+"""Seconds of a pass below which a moment's other work of the machine decides."""
+
 
 class Way(NamedTuple):
     """A way to decode: its name, the window and the most copied drafts of its engine, and the
@@ -88,6 +91,13 @@ class Speed:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(statistics.median(self.seconds), 1e-9)
+
+    def ratios(self, other: Speed) -> list[float]:
+        """Returns the speed over that of another way, turn by turn: what slows a shared machine for
+        a while slows both."""
+        more = self.tokens / max(other.tokens, 1)
+        turns = zip(self.seconds, other.seconds, strict=True)
+        return [more * theirs / max(own, 1e-9) for own, theirs in turns]
 
 
 class _Pass(NamedTuple):
@@ -211,15 +221,26 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
         {
             "way": speed.way,
             "tokens/s": f"{speed.tokens_per_second:,.0f}",
-            f"against {first.way}": f"{speed.tokens_per_second / first.tokens_per_second:.2f}×",
+            f"against {first.way}": _spread(speed.ratios(first)),
             "tokens / forward": f"{speed.tokens / max(speed.forwards, 1):.2f}",
             "drafts right": ", ".join(_right(speed.drafts)),
             "compiling, s": f"{speed.compile_seconds:.0f}" if speed.compile_seconds else "",
         }
         for speed in speeds
     ]
-    regime = first.regime.replace("_", " ")
-    return table(f"{regime}, {first.sequences} at a time, {first.prompts} prompts", rows)
+    title = (
+        f"{first.regime.replace('_', ' ')}, {first.sequences} at a time, {first.prompts} prompts"
+    )
+    shortest = min(statistics.median(speed.seconds) for speed in speeds)
+    short = f"passes of {shortest:.1f} s say little: more --prompts make them longer"
+    return table(title, rows, caption=short if shortest < SHORT_PASS else None)
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """Writes the median, and the least and the greatest of several."""
+    median = f"{statistics.median(ratios):.2f}×"
+    least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return median if least == most else f"{median} ({least}–{most})"
 
 
 def _right(drafts: Mapping[str, int]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from infer.bench.measure import Report, by_turns, table
+from infer.bench.speeds import Speed, speed_table
 from wedlm_jax.errors import InputError
 
 
@@ -58,3 +59,23 @@ def test_a_table_shows_medians_and_leaves_out_what_is_not_there():
         ["1,234", "", "text"],
         ["", "", ""],
     ]
+
+
+# --- speeds ------------------------------------------------------------------------------
+
+
+def test_a_speed_is_against_the_same_turn_and_says_how_far_turns_differ():
+    """A machine that is slow for one turn is so for all that take it."""
+    ar = Speed("AR", "prose", 8, 24, 1000, 1000, [1.0, 4.0, 2.0], 0.0)
+    masks = Speed("W = 16", "prose", 8, 24, 1000, 500, [0.5, 4.0, 1.6], 0.0)
+    assert masks.ratios(ar) == [2.0, 1.0, 1.25]
+    shown = speed_table([ar, masks])
+    assert list(shown.columns[2].cells) == ["1.00×", "1.25× (1.00–2.00)"]
+    assert shown.caption is None
+
+
+def test_a_short_pass_is_told():
+    speed = Speed("AR", "prose", 8, 24, 1000, 1000, [0.2, 0.2], 0.0)
+    assert speed_table([speed]).caption == (
+        "passes of 0.2 s say little: more --prompts make them longer"
+    )
