@@ -114,7 +114,9 @@ def add_flag(group: Any, name: str, option: Option, default: Any, help_text: str
     """Adds the flag of a field that holds a truth, a choice, a text, a number, or several."""
     help_text = help_text.replace("%", "%%")
     if option.flag:
-        group.add_argument(name, action="store_true", help=help_text)
+        # What is on by default has --no-NAME, too.
+        action = argparse.BooleanOptionalAction if default else "store_true"
+        group.add_argument(name, action=action, help=help_text)
     elif option.choices:
         group.add_argument(name, choices=option.choices, help=help_text)
     elif option.text:

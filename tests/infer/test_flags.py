@@ -8,12 +8,14 @@ import pytest
 from infer.flags import (
     NOT_FLAGS,
     add_decoding_options,
+    add_flag,
     as_flag,
     field_list,
     flag,
     sampling_params,
 )
 from wedlm_jax.errors import InputError
+from wedlm_jax.option_values import Option
 from wedlm_jax.params import OPTIONS, SamplingParams
 
 
@@ -106,3 +108,13 @@ def test_a_message_names_the_flag():
         sampling_params({"top_p": 0})
     assert as_flag("max_batch_size: expected 1") == "--batch-size: expected 1"
     assert as_flag("nothing to do with it") == "nothing to do with it"
+
+
+def test_a_flag_that_is_on_by_default_can_be_turned_off():
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    add_flag(parser, "--prefix-cache", Option("", flag=True), True, "")
+    add_flag(parser, "--loud", Option("", flag=True), False, "")
+    assert vars(parser.parse_args(["--no-prefix-cache"])) == {"prefix_cache": False}
+    assert vars(parser.parse_args(["--loud"])) == {"loud": True}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--no-loud"])
