@@ -108,12 +108,16 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What comparisons may take: what it means, and how it is parsed."""
 
+PREDICTED: dict[str, Any] = {"batch_size": [1, 8, 64], "window_size": [0, 16]}
+"""The options of `--predict` with defaults, beside those that name a model."""
+
 EXAMPLES = """\
 examples:
   wedlm bench --batch-size 1 32 --window-size 0 16 auto --plot speeds.svg
   wedlm bench --model DIR --questions FILE --window-size 0 auto --rival transformers
   wedlm bench --compare drafts --model smollm2 --questions FILE human-eval --batch-size 1 8
-  wedlm bench --compare identity --dtype bfloat16 --window-size 4 16 --deterministic"""
+  wedlm bench --compare identity --dtype bfloat16 --window-size 4 16 --deterministic
+  wedlm bench --predict v5e:2x4 --model configs/wedlm_8b.yaml --batch-size 1 64"""
 
 
 def add_subject_options(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +150,14 @@ def _parser() -> CommandParser:
     what = "one or more of the above [windows]"
     add("--compare", nargs="+", choices=tuple(COMPARISONS), metavar="WHAT", help=what)
     add("--output", metavar="FILE", help="also write all figures as JSON")
+    add(
+        "--predict",
+        metavar="TOPOLOGY",
+        help="measure nothing: compile for TPUs that are not here, such as v5e:2x4, and tell from "
+        "how many tokens per forward on windows would pay there (needs libtpu; minutes); takes "
+        f"--model, --drafter, --batch-size [{_shown(PREDICTED['batch_size'])}], --window-size "
+        f"[{_shown(PREDICTED['window_size'])}] and --output",
+    )
     add_subject_options(parser)
     for name, (meaning, settings) in OPTIONS.items():
         of = {c: one.options[name] for c, one in COMPARISONS.items() if name in one.options}
@@ -154,10 +166,14 @@ def _parser() -> CommandParser:
     return parser
 
 
+def _shown(values: Sequence[Any]) -> str:
+    return " ".join(map(str, values))
+
+
 def _defaults(of: Mapping[str, Any]) -> str:
     """Returns the default of each comparison, or the one that all share, as help says it."""
     texts = {
-        name: " ".join(map(str, value)) if isinstance(value, list) else f"{value:g}"
+        name: _shown(value) if isinstance(value, list) else f"{value:g}"
         for name, value in of.items()
         if value is not None
     }
@@ -190,6 +206,8 @@ def _check(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     options = vars(_parser().parse_args(arguments))
+    if "predict" in options:
+        return _predict(options)
     chosen = options.get("compare", ["windows"])
     _check(options, chosen)
 
@@ -208,4 +226,16 @@ def main(arguments: list[str]) -> int:
         compare(
             subject, regimes, {key: options.get(key, defaults[key]) for key in defaults}, report
         )
+    return 0
+
+
+def _predict(options: Mapping[str, Any]) -> int:
+    taken = {"predict", "model", "drafter", "output", *PREDICTED}
+    if wrong := sorted(options.keys() - taken):
+        raise InputError(f"{flag(wrong[0])} goes without --predict, which measures nothing")
+
+    from infer.bench.measure import Report
+    from infer.bench.predict import predict
+
+    predict(PREDICTED | dict(options), Report(options.get("output")))
     return 0

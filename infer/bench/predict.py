@@ -1,0 +1,109 @@
+"""`wedlm bench --predict`: what windows would be worth on TPUs that are not here.
+
+A prediction, from the compiled program and the chips' published figures; nothing is run. Whether
+windows pay depends on two numbers. One is the chip's: how long a forward with windows takes, in AR
+forwards. It is predicted here. The other is the text's: how many tokens such a forward commits. It
+is measured anywhere, since it depends on no machine (`wedlm bench`, tokens / forward). Windows pay
+where the second is greater than the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from infer.bench.measure import Report, status, table
+from infer.compile_only import (
+    BANDWIDTH,
+    GIB,
+    PRODUCTS,
+    DecodeSizes,
+    compile_decoder,
+    decode_mesh,
+    read_drafter,
+    read_model,
+)
+from wedlm_jax.aot.topology import describe_topology
+from wedlm_jax.errors import InputError
+
+MODEL_LEN = 1536
+"""Tokens of the texts after which a forward is predicted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A forward of full windows after texts of full length.
+
+    Attributes:
+      sequences, window: how many decode together, and W; 0 for AR.
+      tokens: of a replica's forward.
+      peak_gib: memory of a chip, by the compiler.
+      bound: what limits the forward: compute, memory or network.
+      milliseconds: that it probably takes.
+    """
+
+    sequences: int
+    window: int
+    tokens: int
+    peak_gib: float
+    bound: str
+    milliseconds: float
+
+
+def predict(options: Mapping[str, Any], report: Report) -> None:
+    """Compiles each window at each number of sequences, and reports what a forward would take."""
+    if "model" not in options:
+        raise InputError("--predict needs --model: a folder, or a recipe with its sizes")
+    topology, asked = options["predict"], options["window_size"]
+    if "auto" in asked:
+        raise InputError("--predict: expected numbers for --window-size, not auto")
+    model = read_model(options["model"])
+    drafter = None if options.get("drafter") is None else read_drafter(options["drafter"])
+    if any(asked) and not (model.knows_masks or drafter):
+        raise InputError(
+            f"--predict: {options['model']} was not trained on masks; give a --drafter, or "
+            "--window-size 0"
+        )
+    replicas = decode_mesh(model, describe_topology(topology)).shape["data"]
+    # Replicas have the same number of sequences each.
+    for sequences in dict.fromkeys(-(-n // replicas) * replicas for n in options["batch_size"]):
+        found = []
+        for window in sorted({0, *asked}):
+            with status(f"compiling for {topology}: {sequences} sequences, W = {window}"):
+                sizes = DecodeSizes(sequences, MODEL_LEN, window)
+                made = compile_decoder(model, topology, sizes, drafter=drafter)
+            forward = made.forward
+            found.append(
+                Prediction(
+                    sequences,
+                    window,
+                    forward.tokens,
+                    made.program.peak_bytes / GIB,
+                    forward.bound.bound,
+                    1e3 * forward.expected,
+                )
+            )
+        report.add("predictions", found, predicted_table(topology, found))
+
+
+def predicted_table(topology: str, found: Sequence[Prediction]) -> Any:
+    """Makes a table of one number of sequences; the first row is AR's."""
+    ar = found[0]
+    rows = [
+        {
+            "way": f"W = {one.window}" if one.window else "AR",
+            "tokens": one.tokens,
+            "GiB per chip": one.peak_gib,
+            "limited by": one.bound,
+            "a forward, ms": one.milliseconds,
+            "pays from, tokens / forward": f"{one.milliseconds / ar.milliseconds:.2f}",
+            "AR tokens/s": f"{1e3 * ar.sequences / ar.milliseconds:,.0f}" if one is ar else "",
+        }
+        for one in found
+    ]
+    caption = (
+        f"predicted, not run: products at {PRODUCTS:.0%} and memory at {BANDWIDTH:.0%} of the "
+        "chip's peaks"
+    )
+    return table(f"{topology}, {ar.sequences} at a time", rows, caption=caption)
