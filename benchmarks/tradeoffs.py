@@ -48,6 +48,9 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(
             flag, type=float, nargs="+", default=values, metavar="X", help=f"{what} [{shown}]"
         )
+    parser.add_argument(
+        "--regime", nargs="+", default=None, metavar="NAME", help="kinds of questions [all]"
+    )
     parser.add_argument("--plot", default=None, metavar="FILE", help="also draw the trade-offs")
     options = parser.parse_args(arguments)
     if options.output is None:
@@ -75,9 +78,18 @@ def measured(options: Any, path: Path) -> list[Row]:
       InputError: the file has figures of other settings, which cannot be compared.
     """
     check_writable(path, "--output")
-    regimes = [some[: options.samples] for some in read_questions(EMBEDDED_QUESTIONS).values()]
-    settings = {"machine": machine(), "samples": options.samples, "passes": options.passes}
-    settings["thresholds"] = list(options.thresholds)
+    questions = read_questions(EMBEDDED_QUESTIONS)
+    names = list(questions) if options.regime is None else options.regime
+    if wrong := [name for name in names if name not in questions]:
+        raise InputError(f"--regime: expected some of {', '.join(questions)}, not {wrong[0]!r}")
+    regimes = [questions[name][: options.samples] for name in names]
+    settings = {
+        "machine": machine(),
+        "regimes": names,
+        "thresholds": list(options.thresholds),
+        "samples": options.samples,
+        "passes": options.passes,
+    }
     made: dict[str, Any] = {"settings": settings, "groups": {}}
     if path.exists():
         made = json.loads(path.read_text(encoding="utf-8"))

@@ -91,6 +91,8 @@ def test_figures_of_other_settings_are_not_mixed(calls, tmp_path):
     assert tradeoffs.main(arguments) == 0
     with pytest.raises(InputError, match=r"figures\.json: has figures of other settings"):
         tradeoffs.main([*arguments, "--samples", "5"])
+    with pytest.raises(InputError, match="--regime: expected some of low_entropy, "):
+        tradeoffs.main([*arguments, "--regime", "poems"])
 
 
 def test_the_output_is_needed_before_anything_is_measured(calls):
