@@ -24,7 +24,7 @@ from wedlm_jax.engine.interface import Counters, Event, Failed, Finished, Reques
 from wedlm_jax.engine.probe import forward_costs
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.settings import parameter_bytes, plan_engine
-from wedlm_jax.engine.windows import AutoWindows, FixedWindows, WindowChoice
+from wedlm_jax.engine.windows import AutoWindows, WindowChoice
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.masks import Grammars
 from wedlm_jax.host.compiled_cache import ProgramStore
@@ -86,7 +86,7 @@ class Engine:
                 paper=paper,
             )
         else:
-            self.windows = FixedWindows(int(self.window_size), lookup)
+            self.windows = WindowChoice(int(self.window_size), lookup)
         if runs_apart():
             model = with_layers_apart(model)
         with self._on_mesh():

@@ -27,7 +27,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -36,31 +35,51 @@ from wedlm_jax.engine.interface import Burst, Report, Request
 from wedlm_jax.engine.sequence import SequenceState
 
 
-class WindowChoice(Protocol):
-    """Chooses windows from burst to burst.
+class WindowChoice:
+    """Gives each request the window that it asks for, or the engine's.
 
     The next burst may be chosen before the report of the last one arrives, so a report is
     interpreted by its burst, never by the last choice.
+
+    Args:
+      window: W of requests that do not set it.
+      lookup: the most drafts that are copied from a text. A request with a window of masks gets
+        copies only if it asks for them: the number of its forwards then does not depend on measured
+        costs, and a program without room for copies is a little faster.
 
     Attributes:
       costs: the costs of forwards, corrected by every burst; None until they are known.
       most_forwards: limit of the next burst if its windows are a trial or a check; else None.
     """
 
-    costs: CostTable | None
-    most_forwards: int | None
+    def __init__(self, window: int, lookup: int = 0):
+        self._window, self._lookup = window, lookup
+        self.costs: CostTable | None = None
+        self.most_forwards: int | None = None
 
     def widest(self, request: Request) -> int:
         """Returns the widest window that a request may ever get, for which room is reserved."""
+        params = request.params
+        if params.mode == "ar" or (
+            params.mode == "verified" and params.draft in ("lookup", "none")
+        ):
+            return 0
+        return self._window if request.window is None else request.window
 
     def lookup(self, request: Request) -> int:
         """Returns the most drafts that are copied from a request's text."""
+        params = request.params
+        copies = params.draft == "lookup" or (params.draft == "auto" and not self.widest(request))
+        # A window of 0 makes a request autoregressive.
+        return self._lookup if params.mode == "verified" and copies and request.window != 0 else 0
 
     def is_free(self, request: Request) -> bool:
         """Returns whether a request's window is chosen for each burst, and may be 0."""
+        return False
 
     def choose(self, running: Sequence[SequenceState]) -> list[int]:
         """Returns the window of each sequence in the next burst, no wider than `widest`."""
+        return [self.widest(sequence.request) for sequence in running]
 
     def observe(
         self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
@@ -71,46 +90,6 @@ class WindowChoice(Protocol):
           running: the sequences for which it was planned; some may have left meanwhile.
           seconds: how long it took; None if that is not known.
         """
-
-
-class FixedWindows:
-    """Gives each request the window that it asks for, or the engine's.
-
-    Args:
-      window: W of requests that do not set it.
-      lookup: the most drafts that are copied from a text. A request with a window of masks gets
-        copies only if it asks for them: the number of its forwards then does not depend on measured
-        costs, and a program without room for copies is a little faster.
-    """
-
-    def __init__(self, window: int, lookup: int = 0):
-        self._window, self._lookup = window, lookup
-        self.costs: CostTable | None = None
-        self.most_forwards: int | None = None
-
-    def widest(self, request: Request) -> int:
-        params = request.params
-        if params.mode == "ar" or (
-            params.mode == "verified" and params.draft in ("lookup", "none")
-        ):
-            return 0
-        return self._window if request.window is None else request.window
-
-    def lookup(self, request: Request) -> int:
-        params = request.params
-        copies = params.draft == "lookup" or (params.draft == "auto" and not self.widest(request))
-        # A window of 0 makes a request autoregressive.
-        return self._lookup if params.mode == "verified" and copies and request.window != 0 else 0
-
-    def is_free(self, request: Request) -> bool:
-        return False
-
-    def choose(self, running: Sequence[SequenceState]) -> list[int]:
-        return [self.widest(sequence.request) for sequence in running]
-
-    def observe(
-        self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
-    ) -> None:
         if self.costs is not None and seconds is not None and report.sizes:
             self.costs.learn(report.sizes, report.by_size, seconds, windowless=report.windowless)
 
@@ -180,7 +159,7 @@ class _Evidence:
         return (self.own.tokens + PRIOR * usual) / (self.own.forwards + PRIOR)
 
 
-class AutoWindows(FixedWindows):
+class AutoWindows(WindowChoice):
     """Chooses the windows of requests that do not set it.
 
     Args:
@@ -188,7 +167,7 @@ class AutoWindows(FixedWindows):
       num_sequences: N, sequences per replica.
       costs: seconds of forwards; may be set later, before the first burst.
       replicas: R.
-      lookup: as for `FixedWindows`.
+      lookup: as for `WindowChoice`.
       paper: W of requests in mode "paper", whose tokens depend on it; None to choose it, too.
     """
 

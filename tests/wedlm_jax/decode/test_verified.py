@@ -22,7 +22,7 @@ from tests.examples.decode import (
 from tests.examples.windows import Decoding, options_of, state_of
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.decode.verified import draft_rule, verify
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import read_questions
@@ -114,7 +114,7 @@ def test_the_tokens_are_the_same_at_every_width(wide_engine, window):
 # --- windows that change -----------------------------------------------------------------
 
 
-class Narrowing(FixedWindows):
+class Narrowing(WindowChoice):
     """Windows as requests want them, until all are 0."""
 
     narrow = False

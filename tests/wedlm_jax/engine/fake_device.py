@@ -17,7 +17,7 @@ import numpy as np
 from wedlm_jax.engine.interface import Finished, NewTokens, Report, Request
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.settings import SchedulerSizes
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.params import SamplingParams
 
 VOCAB = 50
@@ -340,7 +340,7 @@ def numbers_of(events, kind):
 def new(window=WINDOW, **changes):
     sizes = small_sizes(**changes)
     device = FakeDevice(sizes)
-    return Scheduler(device, sizes, FixedWindows(window)), device
+    return Scheduler(device, sizes, WindowChoice(window)), device
 
 
 def request(number, prompt, *, max_tokens=10, mode="ar", window=None, **options):

@@ -16,7 +16,7 @@ from wedlm_jax.engine.admission import (
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.params import SamplingParams
 
 PAGE = 4
@@ -38,7 +38,7 @@ class Queue:
             for number in range(replicas)
         ]
         self.waiting = ArrivalQueue()
-        self.admitter = Admitter(self.replicas, FixedWindows(0))
+        self.admitter = Admitter(self.replicas, WindowChoice(0))
 
     def put(self, *tokens):
         number = next(NUMBERS)

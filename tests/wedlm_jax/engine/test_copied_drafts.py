@@ -22,7 +22,7 @@ from tests.examples.decode import (
 from wedlm_jax.completion import Drafts
 from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.params import DRAFTS, SamplingParams
 
 LOOKUP = 5
@@ -33,7 +33,7 @@ def may_copy(request):
     return params.mode == "verified" and params.draft in ("auto", "lookup") and request.window != 0
 
 
-class EveryDraft(FixedWindows):
+class EveryDraft(WindowChoice):
     """Copies drafts into windows of masks, too."""
 
     def lookup(self, request):
@@ -167,7 +167,7 @@ def test_a_model_without_masks_copies_by_default(maskless):
 
 
 def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model):
-    choice = FixedWindows(4, LOOKUP)
+    choice = WindowChoice(4, LOOKUP)
 
     def copies(window=None, **params):
         return choice.lookup(Request(0, [5], SamplingParams(**params), window))
@@ -176,5 +176,5 @@ def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model):
     assert copies(draft="lookup") == LOOKUP
     assert copies(0, draft="lookup") == 0
     assert copies(mode="ar", draft="lookup") == copies(mode="paper", draft="lookup") == 0
-    choice = FixedWindows(0, LOOKUP)
+    choice = WindowChoice(0, LOOKUP)
     assert [copies(draft=draft) for draft in ("auto", "none", "masks")] == [LOOKUP, 0, 0]

@@ -19,7 +19,7 @@ from tests.wedlm_jax.engine.fake_device import (
 from wedlm_jax.engine.interface import Failed, NewTokens, TokenDelta
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.sequence import SequenceState, widest_span
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.errors import InputError
 
 
@@ -115,7 +115,7 @@ class FaultyDevice(FakeDevice):
 
 def faulty(**changes):
     sizes = small_sizes(longest_burst=1)
-    return Scheduler(FaultyDevice(sizes, changes), sizes, FixedWindows(0))
+    return Scheduler(FaultyDevice(sizes, changes), sizes, WindowChoice(0))
 
 
 def test_an_error_ends_its_sequence_alone():
@@ -181,7 +181,7 @@ def test_a_caller_may_ask_for_fewer_forwards_or_none():
 def test_windows_learn_from_bursts():
     seen = []
 
-    class Watching(FixedWindows):
+    class Watching(WindowChoice):
         def observe(self, running, burst, report, seconds):
             seen.append(([one.num_output for one in running], burst, report, seconds))
 
@@ -247,7 +247,7 @@ def test_pages_for_later_forwards_are_taken_back_before_anybody_is_put_back():
     assert replica.num_available >= replica.shortfall()
 
 
-class Widening(FixedWindows):
+class Widening(WindowChoice):
     """Every window is as wide as it may be, but only after the first burst."""
 
     is_wide = False

@@ -22,7 +22,7 @@ from tests.wedlm_jax.engine.fake_device import (
 )
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.engine.scheduler import Scheduler
-from wedlm_jax.engine.windows import FixedWindows
+from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 
@@ -31,7 +31,7 @@ STEMS = [[1 + (7 * stem + i * i) % 40 for i in range(60)] for stem in range(2)]
 MODES = ("paper", "verified", "ar")
 
 
-class ShiftingWindows(FixedWindows):
+class ShiftingWindows(WindowChoice):
     """Windows of mode "verified" change from burst to burst, as the speed would have it."""
 
     def __init__(self, window, seed):

@@ -10,11 +10,11 @@ from tests.examples.decode import events_of, say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.engine.interface import Failed, Finished, Request
 from wedlm_jax.engine.probe import interpolated, spread
-from wedlm_jax.engine.windows import AutoWindows, FixedWindows
+from wedlm_jax.engine.windows import AutoWindows, WindowChoice
 from wedlm_jax.params import SamplingParams
 
 
-class ComeAndGo(FixedWindows):
+class ComeAndGo(WindowChoice):
     """Windows for some bursts, for everybody or for some, and then for nobody; with copies in all
     of them."""
 

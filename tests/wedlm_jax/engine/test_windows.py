@@ -21,7 +21,7 @@ from tests.wedlm_jax.engine.simulated_decoding import (
 from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.sequence import SequenceState
-from wedlm_jax.engine.windows import AutoWindows, FixedWindows
+from wedlm_jax.engine.windows import AutoWindows, WindowChoice
 from wedlm_jax.params import SamplingParams
 
 WIDTHS = (0, 2, 4, 8, 16)
@@ -88,7 +88,7 @@ def fixed_speeds(device, sequences, text, mode):
     """Tokens a second of each width."""
     work = scripts(TEXTS[text], COUNT[sequences], 1)
     return {
-        width: decode(FixedWindows(width), device, sequences, work, mode=mode) for width in WIDTHS
+        width: decode(WindowChoice(width), device, sequences, work, mode=mode) for width in WIDTHS
     }
 
 
@@ -122,7 +122,7 @@ def test_never_slower_than_without_and_nearly_as_fast_as_the_best(sequences, tex
 def test_nor_where_texts_change(sequences):
     work = changing(COUNT[sequences] * 2, 1)
     for device in DEVICES:
-        plain = decode(FixedWindows(0), device, sequences, work)
+        plain = decode(WindowChoice(0), device, sequences, work)
         windows = AutoWindows(16, sequences, table(device, 0.3))
         before = changing(COUNT[sequences], 2)
         ours = decode(windows, device, sequences, before, work, noise=noise(0))
@@ -226,7 +226,7 @@ def test_easy_and_hard_sequences_get_their_own_windows():
     speed = simulation.decode(work)
     widths = np.array(simulation.chosen[4])
     assert widths[::2].mean() > 2 * widths[1::2].mean()
-    fixed = [Simulation(FixedWindows(width), costs, 16).decode(work) for width in WIDTHS]
+    fixed = [Simulation(WindowChoice(width), costs, 16).decode(work) for width in WIDTHS]
     assert speed > 0.9 * max(fixed)
 
 
