@@ -380,7 +380,7 @@ class Engine:
         return self.compiled_for(needed) or needed.union(present)
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.device, self.settings.scheduler_sizes, self.windows)
+        return Scheduler(self.device, self.settings, self.windows)
 
     @contextlib.contextmanager
     def _on_mesh(self) -> Iterator[None]:

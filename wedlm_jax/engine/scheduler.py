@@ -77,8 +77,8 @@ class Scheduler:
         reuse_prefixes: bool = True,
     ):
         self._device, self._sizes, self._windows = device, sizes, windows
-        count = sizes.num_sequences
-        self._table = np.zeros((sizes.num_replicas * count, sizes.max_pages), np.int32)
+        count = sizes.sequences_each
+        self._table = np.zeros((sizes.replicas * count, sizes.max_pages), np.int32)
         self._replicas = [
             Replica(
                 number,
@@ -88,7 +88,7 @@ class Scheduler:
                 table=self._table[number * count : (number + 1) * count],
                 reuse=reuse_prefixes,
             )
-            for number in range(sizes.num_replicas)
+            for number in range(sizes.replicas)
         ]
         self._pace = PromptPace(sizes.chunk_tokens, sizes.balanced_tokens)
         self._admitter = Admitter(self._replicas, windows)
@@ -129,10 +129,10 @@ class Scheduler:
             raise InputError("seed: expected a number; only `LLM` draws one")
         if not length:
             raise InputError("the prompt has no tokens; at least one is needed")
-        if length + most > self._sizes.max_model_len:
+        if length + most > self._sizes.max_text:
             raise InputError(
                 f"a prompt of {counted(length, 'token')} and max_tokens {most} exceed "
-                f"max_model_len {self._sizes.max_model_len}"
+                f"max_model_len {self._sizes.max_text}"
             )
         if most > self.most_tokens(request):
             raise InputError(
@@ -144,7 +144,7 @@ class Scheduler:
     def most_tokens(self, request: Request) -> int:
         """Returns the largest ``max_tokens`` that a request's prompt leaves room for."""
         spare = self._replicas[0].capacity_of_pages - self._room(request)
-        context = self._sizes.max_model_len - len(request.prompt)
+        context = self._sizes.max_text - len(request.prompt)
         return min(context, request.params.max_tokens + spare)
 
     def _room(self, request: Request) -> int:
@@ -307,7 +307,7 @@ class Scheduler:
         return list(self._sequences)
 
     def _replica_of(self, sequence: SequenceState) -> Replica:
-        return self._replicas[sequence.index // self._sizes.num_sequences]
+        return self._replicas[sequence.index // self._sizes.sequences_each]
 
     @property
     def _running(self) -> list[SequenceState]:
@@ -408,7 +408,7 @@ class Scheduler:
         limits = [n for n in (max_forwards, self._windows.most_forwards) if n is not None]
         forwards = min([forwards, *limits])
         capacity, windows = np.zeros((2, len(self._table)), np.int32)
-        arrival = np.full(len(self._table), sizes.num_sequences, np.int32)
+        arrival = np.full(len(self._table), sizes.sequences_each, np.int32)
         for replica in self._replicas:
             for rank, sequence in enumerate(replica.running):
                 index = sequence.index

@@ -37,50 +37,42 @@ EMITTED = 256
 """The least room for tokens that a sequence commits before the host fetches them."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerSizes:
     """The sizes of a device that its scheduler has to know.
 
     Attributes:
-      num_replicas: R.
-      num_sequences: N, sequences per replica.
+      replicas: R, the size of the mesh's ``data`` axis.
+      sequences_each: N, the most sequences that a replica decodes together.
       num_pages: pages of each replica's cache, the trash page included.
       page_size: tokens per page.
       max_pages: the most pages of one sequence, which are the columns of the page table.
       chunk_tokens: the most prompt tokens of a replica's forward in addition to windows.
+      max_text: the most tokens of a prompt and its completion together.
       balanced_tokens: the size of a forward that takes about twice as long as one of one token.
-      max_model_len: the most tokens of a prompt and its completion together.
       longest_burst: the most forwards of a burst while no sequence waits.
     """
 
-    num_replicas: int
-    num_sequences: int
+    replicas: int
+    sequences_each: int
     num_pages: int
     page_size: int
     max_pages: int
     chunk_tokens: int
-    max_model_len: int
+    max_text: int
     balanced_tokens: int = 16
     longest_burst: int = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineSettings(SchedulerSizes):
     """The settings of an engine, derived from an `EngineConfig`.
 
     Attributes:
-      replicas: R, the size of the mesh's ``data`` axis.
-      sequences_each: N, the most sequences that a replica decodes together.
       window: W, the widest window of the engine.
       lookup: the most drafts that are copied from a text; 0 for none.
-      max_text: the most tokens of a prompt and its completion together.
       emitted: E, the most tokens that a sequence may commit in a burst.
-      page_size: tokens per page.
-      num_pages: pages of each replica, the trash page included.
-      max_pages: the most pages of one sequence.
       cache_dtype: dtype of keys and values.
-      chunk_tokens: the most prompt tokens that a forward computes in addition to windows.
-      balanced_tokens: the size of a forward that takes about twice as long as one of one token.
       tokens_at_once: the most tokens that go through the layers at once.
       coarse_sizes: whether forwards are compiled in a few, widely spaced sizes.
       whole_tokens: how many tokens a CPU's matrix product computes together; see `forward_sizes`.
@@ -92,18 +84,10 @@ class EngineSettings:
       vocabulary: the tokens that may be chosen.
     """
 
-    replicas: int
-    sequences_each: int
     window: int
     lookup: int
-    max_text: int
     emitted: int
-    page_size: int
-    num_pages: int
-    max_pages: int
     cache_dtype: Any
-    chunk_tokens: int
-    balanced_tokens: int
     tokens_at_once: int
     coarse_sizes: bool
     whole_tokens: int
@@ -123,20 +107,6 @@ class EngineSettings:
     def total_tokens(self) -> int:
         """The most tokens of a forward of one replica."""
         return self.sequences_each * num_slots(self.window, self.lookup) + self.chunk_tokens
-
-    @property
-    def scheduler_sizes(self) -> SchedulerSizes:
-        """The sizes that a scheduler has to know."""
-        return SchedulerSizes(
-            num_replicas=self.replicas,
-            num_sequences=self.sequences_each,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_pages=self.max_pages,
-            chunk_tokens=self.chunk_tokens,
-            max_model_len=self.max_text,
-            balanced_tokens=self.balanced_tokens,
-        )
 
     def program(self, traits: Traits) -> Program:
         """Returns what a burst of sequences with these traits is compiled for.

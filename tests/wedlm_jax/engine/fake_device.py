@@ -132,7 +132,7 @@ class FakeDevice:
         self.bursts = []
         self.admitted = []
         self._places = np.full(
-            (sizes.num_replicas, sizes.num_pages, sizes.page_size), NOT_FINAL, np.int64
+            (sizes.replicas, sizes.num_pages, sizes.page_size), NOT_FINAL, np.int64
         )
         self._random = None if seed is None else random.Random(seed)
         self._left = {}
@@ -190,11 +190,11 @@ class FakeDevice:
 
     def _check(self, burst):
         """Asserts that pages are there, and that nobody writes into another's."""
-        size, count = self.sizes.page_size, self.sizes.num_sequences
+        size, count = self.sizes.page_size, self.sizes.sequences_each
         assert burst.max_forwards >= 0
-        assert burst.until_finished.shape == (self.sizes.num_replicas,)
+        assert burst.until_finished.shape == (self.sizes.replicas,)
         readers = {}
-        for index in range(count * self.sizes.num_replicas):
+        for index in range(count * self.sizes.replicas):
             row, capacity = burst.page_table[index], int(burst.capacity[index])
             assert (row[: capacity // size] > 0).all()
             assert not row[capacity // size :].any()
@@ -210,7 +210,7 @@ class FakeDevice:
             assert needed <= burst.capacity[index], "no room for the next forward"
             for page in burst.page_table[index, sequence.n // size :].tolist():
                 assert not page or readers[index // count, page] == 1, "would write into another's"
-        for replica in range(self.sizes.num_replicas):
+        for replica in range(self.sizes.replicas):
             own = burst.arrival[replica * count : (replica + 1) * count]
             own_sequences = [one for one in self.sequences.items() if one[0] // count == replica]
             ranks = [own[i % count] for i, _ in own_sequences]
@@ -222,7 +222,7 @@ class FakeDevice:
 
     def _forwards(self, burst):
         self.num_run = 0
-        going = set(range(self.sizes.num_replicas))
+        going = set(range(self.sizes.replicas))
         for _ in range(burst.max_forwards):
             ran = {replica for replica in going if self._forward(burst, replica)}
             self.num_run += bool(ran)
@@ -233,12 +233,12 @@ class FakeDevice:
                 break
 
     def _finished_in(self, replica):
-        count = self.sizes.num_sequences
+        count = self.sizes.sequences_each
         return sum(one.finished for i, one in self.sequences.items() if i // count == replica)
 
     def _forward(self, burst, replica):
         """One forward of one replica; whether it had anything to do."""
-        count, left, ran = self.sizes.num_sequences, burst.chunk_tokens, False
+        count, left, ran = self.sizes.sequences_each, burst.chunk_tokens, False
         own = [i for i in self.sequences if i // count == replica]
         for index in sorted(own, key=lambda i: int(burst.arrival[i])):
             sequence = self.sequences[index]
@@ -276,7 +276,7 @@ class FakeDevice:
             self._places[replica, page, place % size] = final
 
     def _report(self, burst):
-        count = self.sizes.num_sequences * self.sizes.num_replicas
+        count = self.sizes.sequences_each * self.sizes.replicas
         numbers = np.zeros((5, count), np.int32)
         flags = np.zeros((2, count), bool)
         tokens = [None] * count
@@ -307,17 +307,17 @@ class FakeDevice:
 def small_sizes(**changes):
     """Sizes for tests; by default ``max_pages`` holds the longest text."""
     sizes = SchedulerSizes(
-        num_replicas=1,
-        num_sequences=4,
+        replicas=1,
+        sequences_each=4,
         num_pages=40,
         page_size=4,
         max_pages=0,
         chunk_tokens=16,
-        max_model_len=100,
+        max_text=100,
         longest_burst=8,
     )
     sizes = dataclasses.replace(sizes, **changes)
-    pages = sizes.max_pages or sizes.max_model_len // sizes.page_size + 8
+    pages = sizes.max_pages or sizes.max_text // sizes.page_size + 8
     return dataclasses.replace(sizes, max_pages=pages)
 
 

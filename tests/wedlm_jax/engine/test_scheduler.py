@@ -46,7 +46,7 @@ def test_the_next_burst_runs_while_the_caller_has_the_events_of_the_last():
 
 def test_nothing_is_planned_ahead_of_a_free_place():
     """A place that a burst frees would stay empty for the whole of the next one."""
-    scheduler, device = new(num_sequences=1, longest_burst=2)
+    scheduler, device = new(sequences_each=1, longest_burst=2)
     events = scheduler.step([request(n, [5], max_tokens=4) for n in range(2)], ahead=True)
     assert len(numbers_of(events, TokenDelta)) == len(device.bursts) == 1
 
@@ -156,10 +156,10 @@ def test_a_device_that_does_nothing_is_not_asked_for_ever():
 
 
 def test_bursts_end_when_somebody_who_waits_may_begin():
-    scheduler, device = new(num_sequences=2, longest_burst=64)
+    scheduler, device = new(sequences_each=2, longest_burst=64)
     scheduler.step([request(0, [1], max_tokens=5), request(1, [2], max_tokens=50)])
     assert device.bursts[-1].until_finished.tolist() == [2]
-    scheduler, device = new(num_sequences=2, longest_burst=64)
+    scheduler, device = new(sequences_each=2, longest_burst=64)
     scheduler.step([request(i, [i], max_tokens=5 + 45 * i) for i in range(3)])
     assert device.bursts[-1].until_finished.tolist() == [1]
     scheduler.step()
@@ -231,7 +231,7 @@ def test_samples_share_the_pages_of_their_prompt():
 
 
 def test_pages_for_later_forwards_are_taken_back_before_anybody_is_put_back():
-    scheduler, _ = new(num_pages=30, max_model_len=80, longest_burst=64)
+    scheduler, _ = new(num_pages=30, max_text=80, longest_burst=64)
     rich, poor = request(0, [1] * 9, max_tokens=60), request(1, [2] * 9, max_tokens=60)
     scheduler.step([rich, poor])
     sequences = {one.number: one for one in scheduler._running}
@@ -258,7 +258,7 @@ class Widening(WindowChoice):
 
 
 def test_who_would_begin_waits_where_windows_widen_instead():
-    sizes = small_sizes(num_pages=13, max_model_len=40, longest_burst=1)
+    sizes = small_sizes(num_pages=13, max_text=40, longest_burst=1)
     windows, device = Widening(8), FakeDevice(sizes)
     scheduler = Scheduler(device, sizes, windows)
     old = [request(i, [i + 1] * 9, max_tokens=20, mode="verified") for i in range(2)]
@@ -280,10 +280,10 @@ def test_who_would_begin_waits_where_windows_widen_instead():
 def test_while_somebody_waits_for_pages_they_hold_tokens():
     scheduler, _ = new(
         window=8,
-        num_sequences=32,
+        sequences_each=32,
         num_pages=260,
         page_size=16,
-        max_model_len=400,
+        max_text=400,
         chunk_tokens=64,
         longest_burst=64,
     )
@@ -319,7 +319,7 @@ def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends():
 
 def test_pages_that_are_short_for_a_burst_after_the_last_are_not_missed():
     """The burst in flight may finish all there is, where planning the next one lacks pages."""
-    scheduler, _ = new(num_sequences=2, num_pages=9, longest_burst=2, max_model_len=40)
+    scheduler, _ = new(sequences_each=2, num_pages=9, longest_burst=2, max_text=40)
     options = {"max_tokens": 6, "mode": "verified"}
     many = [request(number, [5] * 9, **options, seed=number) for number in range(2)]
     events = scheduler.step(many, ahead=True)

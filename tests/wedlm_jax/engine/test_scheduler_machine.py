@@ -62,12 +62,12 @@ class Machine(RuleBasedStateMachine):
     )
     def begin(self, replicas, sequences, pages, chunk, burst, reuse, seed):
         sizes = small_sizes(
-            num_replicas=replicas,
-            num_sequences=sequences,
+            replicas=replicas,
+            sequences_each=sequences,
             num_pages=pages,
             chunk_tokens=chunk,
             longest_burst=burst,
-            max_model_len=LONGEST,
+            max_text=LONGEST,
         )
         self.device = FakeDevice(sizes, seed)
         windows = ShiftingWindows(WINDOW, seed)
