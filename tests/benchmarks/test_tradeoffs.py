@@ -103,10 +103,10 @@ def test_the_output_is_needed_before_anything_is_measured(calls):
 
 def test_the_front_has_what_no_other_point_beats():
     points = [(1.0, 0.9), (0.9, 1.5), (0.95, 1.5), (1.0, 0.8), (0.7, 1.4), (0.5, 2.0)]
-    rows = [{"accuracy": accuracy, "speed": speed} for accuracy, speed in points]
-    front = [(row["accuracy"], row["speed"]) for row in tradeoffs.pareto(rows)]
+    rows = [{"accuracy": right, "tokens_per_forward": tokens} for right, tokens in points]
+    front = [(row["accuracy"], row["tokens_per_forward"]) for row in tradeoffs.pareto(rows)]
     assert front == [(1.0, 0.9), (0.95, 1.5), (0.5, 2.0)]
-    assert tradeoffs.pareto([{"accuracy": None, "speed": 1.0}]) == []
+    assert tradeoffs.pareto([{"accuracy": None, "tokens_per_forward": 1.0}]) == []
 
 
 def test_the_figure_is_drawn(calls, tmp_path):
