@@ -1,12 +1,14 @@
 """`wedlm tokenize`: a folder whole or not at all, the same for any workers, parts and hosts."""
 
 import errno
+import io
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -401,13 +403,16 @@ def test_a_kill_while_the_parts_are_put_together_costs_nothing(parted, tmp_path,
         assert contents(output) == contents(tmp_path / "whole")
 
 
-def test_hosts_share_the_parts_and_the_first_puts_them_together(parted, tmp_path, capsys):
+def test_hosts_share_the_parts_and_the_first_puts_them_together(parted, tmp_path, monkeypatch):
     tokenised(parted, tmp_path / "whole")
+    # Reading pytest's capture while another thread prints can lose what it prints.
+    monkeypatch.setattr(sys, "stdout", printed := io.StringIO())
     jobs = [options(parted, tmp_path / "rows", host=Host(index, 2)) for index in (0, 1)]
     first = threading.Thread(target=tokenise, args=(jobs[0], silent))
     first.start()
-    while "1 of 3 parts" not in capsys.readouterr().out:
+    while "1 of 3 parts" not in printed.getvalue():
         assert first.is_alive()
+        time.sleep(0.01)
     assert not (tmp_path / "rows").exists()
     assert tokenise(jobs[1], silent) is None
     first.join(60)
