@@ -7,7 +7,7 @@ import io
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from infer.evaluate import Decoder
-    from wedlm_jax.engine.interface import Traced
-    from wedlm_jax.llm import LLM
+    from wedlm_jax.engine.engine import Engine
+    from wedlm_jax.engine.interface import WindowView
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.records.questions import Question
     from wedlm_jax.text import TextCodec
@@ -118,7 +118,7 @@ def _introduce(console: Console, decoder: Decoder) -> None:
         f"on {device.platform}. Compiling ..."
     )
     # So that what is watched is decoding alone.
-    _views(decoder.llm, [0], dataclasses.replace(decoder.params, max_tokens=1))
+    decoder.llm.generate([[0]], dataclasses.replace(decoder.params, max_tokens=1))
     console.print(f"compiled in {engine.compile_seconds:.1f} s; at most {MAX_TOKENS} tokens each")
     if console.is_terminal:
         console.print(LEGEND)
@@ -129,13 +129,12 @@ class View(NamedTuple):
 
     Attributes:
       token_ids: committed.
-      window: the token in each slot that the next forward sees, None for a mask; no window after
-        the last forward.
+      window: as the next forward will see it; None after the last.
       num_forwards: decode forwards so far.
     """
 
     token_ids: list[int]
-    window: Sequence[int | None]
+    window: WindowView | None
     num_forwards: int
 
 
@@ -147,7 +146,7 @@ def _show(
     codec = decoder.llm.codec
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
-    views = _views(decoder.llm, question.encode(codec), decoder.params)
+    views = list(_views(decoder.llm.engine, question.encode(codec), decoder.params))
     last = views[-1]
     if console.is_terminal:
         from rich.live import Live
@@ -176,22 +175,30 @@ def _result(question: Question, last: View, text: str) -> str:
 
 
 def _views(
-    llm: LLM, prompt: list[int], params: SamplingParams, window: int | None = None
-) -> list[View]:
-    """Decodes a prompt, with a window of its own if one is given; returns a view before each
-    forward and after the last."""
-    views, committed, num_forwards = [], list[int](), 0
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, window: int | None = None
+) -> Iterator[View]:
+    """Decodes a prompt forward by forward, with a window of its own if one is given; yields before
+    the first and after each."""
+    from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 
-    def add(event: Traced) -> None:
-        nonlocal committed, num_forwards
-        # A window of mode "verified" begins with the last token of the text.
-        known = len(prompt) + len(committed) - event.forward.start
-        views.append(View(committed, event.forward.held[known:], num_forwards))
-        committed, num_forwards = committed + event.committed, event.num_forwards
-
-    for _ in llm.stream(prompt, params, window=window, on_forward=add):
-        pass
-    return [*views, View(committed, (), num_forwards)]
+    committed: list[int] = []
+    num_forwards = 0
+    events = engine.step([Request(0, prompt, params, window)], max_forwards=0)
+    while True:
+        for event in events:
+            if isinstance(event, Failed):
+                raise event.error
+            if isinstance(event, Finished):
+                yield View(event.result.token_ids, None, event.result.num_forwards)
+                return
+            if isinstance(event, TokenDelta):
+                committed, num_forwards = committed + event.token_ids, event.num_forwards
+        seen = engine.window(0)
+        if seen is not None:  # an anchored one begins with the last token of the text
+            known = len(prompt) + len(committed) - seen.start
+            seen = dataclasses.replace(seen, tokens=seen.tokens[known:])
+        yield View(committed, seen, num_forwards)
+        events = engine.step(max_forwards=1)
 
 
 def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
@@ -216,8 +223,8 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
         console.print(f"\n> {question.prompt}", style="bold", markup=False)
         # Chosen windows would depend on this machine, and the same answers are to give the same
         # file.
-        width = decoder.llm.engine.settings.window
-        views = _views(decoder.llm, question.encode(codec), decoder.params, width)
+        engine = decoder.llm.engine
+        views = list(_views(engine, question.encode(codec), decoder.params, engine.settings.window))
         table = Table.grid(padding=(0, 2))
         for number, view in enumerate(views[1:], 1):
             table.add_row(f"[dim]forward {number}[/]", styled(codec, view.token_ids, view.window))
@@ -257,10 +264,10 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
 # --- a sequence as text: committed tokens, filled slots, masks -------------------------------
 
 
-def styled(codec: TextCodec, committed: Sequence[int], window: Sequence[int | None]) -> Text:
+def styled(codec: TextCodec, committed: Sequence[int], window: WindowView | None) -> Text:
     """Shows committed text as it is, filled slots on a coloured ground, masks as shaded cells."""
     text = Text(codec.complete_text(list(committed)))
-    for token in window:
+    for token in window.tokens if window else ():
         if token is None:
             text.append(MASK, MASK_STYLE)
         else:
@@ -268,10 +275,13 @@ def styled(codec: TextCodec, committed: Sequence[int], window: Sequence[int | No
     return text
 
 
-def plain(codec: TextCodec, committed: Sequence[int], window: Sequence[int | None]) -> str:
+def plain(codec: TextCodec, committed: Sequence[int], window: WindowView) -> str:
     """Shows the same without colours: the end of the committed text, then the window with filled
     slots in brackets and masks as underscores, in one line."""
-    slots = ("_" if token is None else f"[{_visible(codec, token).strip(' ')}]" for token in window)
+    slots = (
+        "_" if token is None else f"[{_visible(codec, token).strip(' ')}]"
+        for token in window.tokens
+    )
     text = _one_line(codec.complete_text(list(committed)))
     tail = text if len(text) <= TAIL else "…" + text[1 - TAIL :]
     return f"{tail}|{''.join(slots)}"

@@ -10,6 +10,7 @@ from infer.demo import FILLED_STYLE, MASK, MASK_STYLE, TAIL, plain, styled
 from infer.score import columns
 from tests.infer.few_questions import PROMPTS, write_questions
 from train.data.tokenizer import save_tokenizer, train_tokenizer
+from wedlm_jax.engine.interface import WindowView
 from wedlm_jax.errors import InputError
 from wedlm_jax.text import TextCodec
 
@@ -87,7 +88,8 @@ def codec(tmp_path_factory):
 
 def window(codec, slots):
     """A window with "_" for a mask."""
-    return [None if slot == "_" else codec.encode(slot)[0] for slot in slots]
+    tokens = [None if slot == "_" else codec.encode(slot)[0] for slot in slots]
+    return WindowView(0, tokens, list(range(len(tokens))))
 
 
 def cells(codec, committed, view):
@@ -110,7 +112,7 @@ def test_styled_tells_committed_filled_and_masked_apart(codec):
 
 def test_styled_takes_text_for_text(codec):
     """Square brackets in a completion are no markup."""
-    assert cells(codec, "a\n[bold]x[/]", ()) == [("a\n[bold]x[/]", "")]
+    assert cells(codec, "a\n[bold]x[/]", None) == [("a\n[bold]x[/]", "")]
 
 
 def test_plain_is_one_line(codec):
@@ -121,7 +123,7 @@ def test_plain_is_one_line(codec):
 def test_every_filled_slot_shows_something(codec):
     """A special token has no text, and a byte alone is no character."""
     end, mask, euro = codec.encode("<|im_end|><|mask|>€")[:3]
-    view = [end, mask, euro, None]
+    view = WindowView(5, [end, mask, euro, None], [0, 1, 2, 3])
     assert plain(codec, [], view) == "|[·][·][�]_"
     assert [piece for piece, _ in cells(codec, "", view)] == ["", "·", "·", "�", MASK]
 
@@ -140,4 +142,4 @@ def test_plain_keeps_the_end_of_the_text(codec, length):
 def test_cut_off_character_is_not_shown_as_committed(codec):
     ids = codec.encode("x€")[:-1]
     assert plain(codec, ids, window(codec, "_")) == "x|_"
-    assert styled(codec, ids, ()).plain == "x"
+    assert styled(codec, ids, None).plain == "x"

@@ -29,6 +29,7 @@ from wedlm_jax.engine.interface import (
     Report,
     Request,
     WindowForward,
+    WindowView,
 )
 from wedlm_jax.engine.programs import (
     ENTRANTS_AT_ONCE,
@@ -266,6 +267,23 @@ class Device:
             (tokens, filled, logprobs),
         )
         return SavedWindow(tokens, filled, logprobs, int(self._windows[index]))
+
+    def window(self, index: int) -> WindowView:
+        """Returns the window of a sequence as its next forward will see it."""
+        state = self._state
+        assert state is not None
+        start, active, tokens, filled = jax.device_get(
+            (
+                state.window_start[index],
+                state.active[index],
+                state.tokens[index],
+                state.filled[index],
+            )
+        )
+        slots = range(int(active))
+        held = [int(tokens[slot]) if filled[slot] else None for slot in slots]
+        order = sorted(slots, key=lambda slot: (held[slot] is None, slot))
+        return WindowView(int(start), held, order)
 
     # --- parts of a burst ---------------------------------------------------------------
 

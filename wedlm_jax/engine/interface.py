@@ -312,6 +312,21 @@ Event: TypeAlias = TokenDelta | Finished | Failed | Traced
 
 
 @dataclasses.dataclass(frozen=True)
+class WindowView:
+    """The window of a sequence as its next forward will see it, in logical order.
+
+    Attributes:
+      start: logical position of the first slot.
+      tokens: the token of each active slot, None where it is masked.
+      order: the slots in physical order.
+    """
+
+    start: int
+    tokens: list[int | None]
+    order: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Counters:
     """Counters of the scheduler, over all replicas.
 

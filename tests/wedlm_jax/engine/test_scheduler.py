@@ -16,7 +16,7 @@ from tests.wedlm_jax.engine.fake_device import (
     results,
     small_sizes,
 )
-from wedlm_jax.engine.interface import Failed, NewTokens, TokenDelta
+from wedlm_jax.engine.interface import Failed, NewTokens, TokenDelta, WindowForward
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.sequence import SequenceState, widest_span
 from wedlm_jax.engine.windows import WindowChoice
@@ -194,6 +194,25 @@ def test_windows_learn_from_bursts():
     assert burst is device.bursts[0]
     assert report.num_output[0] > 0
     assert seconds is not None
+
+
+def test_a_traced_burst_teaches_no_costs():
+    """Its program records forwards, which takes time that the others do not."""
+    seen = []
+
+    class Watching(WindowChoice):
+        def observe(self, running, burst, report, seconds):
+            seen.append((bool(report.traced), seconds))
+
+    class Recording(FakeDevice):
+        def collect(self, ticket):
+            forward = WindowForward(0, [], [], [], [], 0.1, 0.1)
+            return dataclasses.replace(super().collect(ticket), traced={0: forward})
+
+    sizes = small_sizes()
+    scheduler = Scheduler(Recording(sizes), sizes, Watching(WINDOW))
+    scheduler.step([dataclasses.replace(request(1, [1]), traced=True)])
+    assert seen == [(True, None)]
 
 
 # --- prefixes -----------------------------------------------------------------------------
