@@ -109,7 +109,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """What comparisons may take: what it means, and how it is parsed."""
 
 PREDICTED: dict[str, Any] = {"batch_size": [1, 8, 64], "window_size": [0, 16]}
-"""The options of `--predict` with defaults, beside those that name a model."""
+"""Defaults of the options that `--predict` takes."""
 
 EXAMPLES = """\
 examples:

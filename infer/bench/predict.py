@@ -37,10 +37,10 @@ class Prediction:
 
     Attributes:
       sequences, window: how many decode together, and W; 0 for AR.
-      tokens: of a replica's forward.
+      tokens: tokens of a replica's forward.
       peak_gib: memory of a chip, by the compiler.
       bound: what limits the forward: compute, memory or network.
-      milliseconds: that it probably takes.
+      milliseconds: the expected time of the forward.
     """
 
     sequences: int
