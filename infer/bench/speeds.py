@@ -93,8 +93,8 @@ class Speed:
         return self.tokens / max(statistics.median(self.seconds), 1e-9)
 
     def ratios(self, other: Speed) -> list[float]:
-        """Returns how many times as fast as another way this one was, turn by turn. Other work on the
-        machine slows both in the same turn."""
+        """Returns how many times as fast as another way this one was, turn by turn. Other work on
+        the machine slows both in the same turn."""
         more = self.tokens / max(other.tokens, 1)
         turns = zip(self.seconds, other.seconds, strict=True)
         return [more * theirs / max(own, 1e-9) for own, theirs in turns]
