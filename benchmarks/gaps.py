@@ -1,12 +1,15 @@
-"""What the device waits for the host between bursts of forwards, and what short bursts cost.
+"""What the device waits for the host between bursts of forwards, what short bursts cost, and what
+a grammar costs.
 
-Three ways to decode the same prompts: in long bursts, as jobs do; in short ones, each submitted
-before the one before it has ended, as streams and the server do; and in short ones by turns with
-the host. The last two differ by what planning ahead hides.
+Four ways to decode the same prompts: in long bursts, as jobs do; in short ones, each submitted
+before the one before it has ended, as streams and the server do; in short ones by turns with the
+host; and under a grammar that allows every text, so that tokens are the same. Ways two and three
+differ by what planning ahead hides.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import sys
 import time
@@ -20,13 +23,14 @@ from infer.bench.measure import Report, by_turns, table
 from infer.bench.speeds import window_ways
 from infer.bench.subject import Work, load_subject, regimes_of
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.interface import Burst, Request
+from wedlm_jax.engine.interface import Burst, Finished, Request
 from wedlm_jax.engine.interface import Report as BurstReport
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.llm import STREAM_SECONDS
 
 SHORTEST = 3e-3
 """Seconds of a burst whose gap counts: nobody can hide the host behind shorter ones."""
+GRAMMAR, ANY_TEXT = "a grammar", r"(?s:.*)"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,14 +43,18 @@ def main(arguments: Sequence[str]) -> int:
         "long bursts": {"ahead": True},
         "short, ahead": {"ahead": True, "seconds": STREAM_SECONDS},
         "short, by turns": {"seconds": STREAM_SECONDS},
+        GRAMMAR: {"ahead": True},
     }
     for sequences in options.batch_size:
         engines = {window: subject.engine(window, sequences) for window in options.window_size}
         rows: list[dict[str, Any]] = []
         for way in window_ways(options.window_size, options.mode):
             work = long_answers(subject, regimes, sequences, way.mode)
+            ruled = [(prompt, dataclasses.replace(one, regex=ANY_TEXT)) for prompt, one in work]
             runs = {
-                f"{way.name}, {name}": partial(decode, engines[way.window], work, how)
+                f"{way.name}, {name}": partial(
+                    decode, engines[way.window], ruled if name == GRAMMAR else work, how
+                )
                 for name, how in bursts.items()
             }
             made = by_turns(runs, options.passes, f"{sequences} sequences")
@@ -58,12 +66,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _row(
-    way: str, sequences: int, passes: Sequence[tuple[float, int, Sequence[float]]]
+    way: str, sequences: int, passes: Sequence[tuple[float, int, int, Sequence[float]]]
 ) -> dict[str, Any]:
-    seconds, bursts, waits = zip(*passes, strict=True)
+    seconds, tokens, bursts, waits = zip(*passes, strict=True)
     return {
         "way": way,
         "sequences": sequences,
+        "tokens": tokens[0],
         "ms": [one * 1e3 for one in seconds],
         "bursts": statistics.fmean(bursts),
         "the device waits, ms": [wait * 1e3 for some in waits for wait in some],
@@ -72,18 +81,19 @@ def _row(
 
 def decode(
     engine: Engine, work: Work, how: Mapping[str, Any]
-) -> tuple[float, int, Sequence[float]]:
-    """Returns the seconds of all prompts, the bursts, and the gaps after bursts that were not too
-    short."""
+) -> tuple[float, int, int, Sequence[float]]:
+    """Returns the seconds of all prompts, the tokens, the bursts, and the gaps after bursts that
+    were not too short."""
     engine.scheduler.forget_prefixes()
     requests = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
     with _Watch(engine) as watch:
         started = time.perf_counter()
-        engine.step(requests, **how)
+        events = engine.step(requests, **how)
         while engine.has_work:
-            engine.step(**how)
+            events += engine.step(**how)
         seconds = time.perf_counter() - started
-    return seconds, watch.bursts, watch.waits
+    tokens = sum(len(one.result.token_ids) for one in events if isinstance(one, Finished))
+    return seconds, tokens, watch.bursts, watch.waits
 
 
 class _Watch:

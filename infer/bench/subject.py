@@ -21,6 +21,7 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine, runs_apart
 from wedlm_jax.errors import InputError
+from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import SamplingParams
@@ -60,8 +61,11 @@ class Subject:
         `EngineConfig`. No drafts are copied from texts unless these say so."""
         options = {"lookup": 0, **self.options, **options}
         config = EngineConfig(window_size=window, max_batch_size=sequences, **options)
-        known = None if self.codec is None else self.codec.token_ids
-        return Engine(self.model, config, known_tokens=known)
+        if self.codec is None:
+            return Engine(self.model, config)
+        vocabulary = self.config.vocab_size, self.config.eos_token_ids
+        grammars = TokenizerGrammars(self.codec.tokenizer, *vocabulary)
+        return Engine(self.model, config, known_tokens=self.codec.token_ids, grammars=grammars)
 
     def ask(self, question: Question, *shots: Question) -> list[int]:
         """Returns the token ids of a question, after others with their answers."""

@@ -114,10 +114,12 @@ def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward a burst
     arguments = f"--model {checkpoint} --questions {questions} --batch-size 2 "
     arguments += "--window-size 0 --passes 1"
-    long, ahead, by_turns = measured(benchmarks.gaps, tmp_path, arguments)["gaps"]
-    assert [gap["way"] for gap in (long, ahead, by_turns)] == [
-        f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns")
+    gaps = measured(benchmarks.gaps, tmp_path, arguments)["gaps"]
+    assert [gap["way"] for gap in gaps] == [
+        f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns", "a grammar")
     ]
+    long, ahead, by_turns, ruled = gaps
+    assert ruled["tokens"] == ahead["tokens"] == long["tokens"] > 0
     assert by_turns["bursts"] > 4 * long["bursts"]
     assert ahead["bursts"] > 4 * long["bursts"]
     waits = "the device waits, ms"
