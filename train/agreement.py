@@ -146,18 +146,20 @@ def _start(config: TrainConfig, states: Sequence[int]) -> str:
     and samples of their content."""
     if states or config.branch_from is not None:
         return "not asked"
-    if config.model.init_from is None or is_remote(as_path(config.model.init_from)):
+    given = config.model.init_from, config.drafter.init_from
+    folders = [as_path(name) for name in given if name is not None]
+    if not folders or any(map(is_remote, folders)):
         return "not asked"
-    folder = as_path(config.model.init_from)
     digest = hashlib.sha256()
     files = {
-        name: size
+        folder / name: size
+        for folder in folders
         for name, size in sorted(file_sizes(folder).items())
         if name.endswith((".json", ".safetensors")) or name.startswith("orbax/")
     }
-    for name, size in files.items():
-        digest.update(f"{name} {size}\n".encode())
-        with (folder / name).open("rb") as file:
+    for path, size in files.items():
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
             for place in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
                 file.seek(place)
                 digest.update(file.read(SAMPLE_BYTES))

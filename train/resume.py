@@ -196,7 +196,10 @@ BY_RATE = re.compile(
 
 REMARKS = {
     "branch_from": "; the run goes on from its own states and does not read it",
-    "model.init_from": "; the run goes on from its states and does not read it",
+    **dict.fromkeys(
+        ("model.init_from", "drafter.init_from"),
+        "; the run goes on from its states and does not read it",
+    ),
 }
 """Remarks on changed fields whose names do not explain the effect."""
 

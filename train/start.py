@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -26,6 +27,8 @@ from train.recipe.phases import phases_of
 from train.resume import Origin
 from train.step import TrainState
 from wedlm_jax.checkpoint import RUN_BASE, RUN_MODEL
+from wedlm_jax.checkpoint.adapters import read_drafter, read_drafter_config
+from wedlm_jax.checkpoint.hf import Checkpoint
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint, read_architecture
@@ -224,7 +227,8 @@ def check_paths(config: TrainConfig) -> None:
             "model.init_from: expected the folder of the checkpoint to start from; a model from "
             "scratch needs its sizes in model.architecture"
         )
-    for name in (config.output, config.model.init_from, config.data.tokenizer):
+    places = config.output, config.model.init_from, config.data.tokenizer, config.drafter.init_from
+    for name in places:
         if name is not None:
             as_path(name)
     if not config.data.sources:
@@ -261,9 +265,24 @@ def check_start(config: TrainConfig, *, before: Path | None = None) -> None:
         if now is not None:
             check_tensors(open_checkpoint(before / RUN_BASE))
     elif config.model.init_from is not None:
-        check_tensors(open_checkpoint(config.model.init_from))
+        base = open_checkpoint(config.model.init_from)
+        check_tensors(base)
+        _check_drafter(config, base)
     elif config.lora.rank:
         raise InputError("lora.rank needs model.init_from: the model that the adapters belong to")
+
+
+def _check_drafter(config: TrainConfig, base: Checkpoint) -> None:
+    """Refuses ``drafter.init_from`` where its adapters are not those of the recipe."""
+    if config.drafter.init_from is None:
+        return
+    was = read_drafter_config(as_path(config.drafter.init_from), base)
+    now = lora_of(config)
+    if now is None or dataclasses.replace(was, window_size=now.window_size) != now:
+        raise InputError(
+            f"drafter.init_from: {config.drafter.init_from} has {_described(was)}, the recipe "
+            f"{_described(now)}"
+        )
 
 
 def _described(lora: LoraConfig | None) -> str:
@@ -312,7 +331,14 @@ def starting_state(
     loaded = load_checkpoint(folder, dtype=dtype, mesh=mesh)
     if frozen:
         save_checkpoint(loaded, program.model, kept)
-    return program.first_state(nnx.state(loaded))
+    first = program.first_state(nnx.state(loaded))
+    drafter = program.config.drafter.init_from
+    if drafter is None:
+        return first
+    adapters = read_drafter(as_path(drafter), first.parameters)
+    layout = jax.tree.map(lambda leaf: leaf.sharding, first.parameters)
+    say(f"the adapters of {drafter} are trained on")
+    return dataclasses.replace(first, parameters=jax.device_put(adapters, layout))
 
 
 def held_out_rows(

@@ -62,6 +62,13 @@ def run(stock, tmp_path_factory):
     return output
 
 
+def agreements(run):
+    return [
+        json.loads(line)["agreement_1"]
+        for line in (run / "evaluation.jsonl").read_text().splitlines()
+    ]
+
+
 def test_a_run_learns_to_agree_with_its_model(run, stock):
     lines = [json.loads(x) for x in (run / "evaluation.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 20, 40, 60]
@@ -104,6 +111,36 @@ def test_a_killed_run_goes_on_to_the_same_drafter(run, stock, tmp_path, monkeypa
     run_training(config)
     name = "drafter/adapter_model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_drafter_is_trained_on_with_wider_windows(run, stock, tmp_path, monkeypatch):
+    on_devices(monkeypatch, 1)
+    config = recipe(tmp_path / "on", stock)
+    config.drafter = DrafterSection(window_size=2 * WINDOW, init_from=str(run / "drafter"))
+    config.steps, config.evaluation.every, config.checkpoint_every = 20, 10, 10
+    assert run_training(config) == tmp_path / "on" / "drafter"
+    untrained, *_, last = agreements(run)
+    first, *_ = agreements(tmp_path / "on")
+    # A mask does not see those after it, so near offsets begin where they were left.
+    assert abs(first - last) < 0.1
+    assert first > untrained + 0.05
+    content = json.loads((tmp_path / "on" / "drafter" / "adapter_config.json").read_text())
+    assert content["wedlm"]["window_size"] == 2 * WINDOW
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rank": 2}, "has adapters of rank 4, .* recipe adapters of rank 2"),
+        ({"rank": 4, "targets": ["q_proj"]}, "recipe .* beside q_proj$"),
+    ],
+)
+def test_adapters_of_another_shape_are_not_trained_on(change, sentence, run, stock, tmp_path):
+    config = recipe(tmp_path / "on", stock)
+    config.lora = LoraSection(alpha=8.0, **change)
+    config.drafter.init_from = str(run / "drafter")
+    with pytest.raises(InputError, match=sentence):
+        run_training(config)
 
 
 def _other_model(drafter, stock, folder):

@@ -65,6 +65,9 @@ class LoraSection:
 class DrafterSection:
     window_size: int = field(16, "masks in a window, the most that decoding drafts with", least=2)
     windows: int = field(0, "windows behind each row; 0: half as many masks as tokens", least=0)
+    init_from: str | None = field(
+        None, "folder of a drafter whose adapters are trained on; its windows may be others"
+    )
     distance: str = field(
         "kl",
         "from the model's predictions: kl, tv (total variation), or ce with the text's tokens",
@@ -447,6 +450,11 @@ def _check(config: TrainConfig, given_in: Callable[..., str]) -> None:
             drafter and not lora.rank,
             ("lora.rank", "objective"),
             "objective drafter trains adapters; give lora.rank, such as 32",
+        ),
+        (
+            config.drafter.init_from is not None and not drafter,
+            ("drafter.init_from", "objective"),
+            "drafter.init_from needs the objective drafter",
         ),
         (
             drafter and section.questions is not None,

@@ -265,7 +265,27 @@ def with_drafter(
       InputError: naming the file: it is none of a drafter, or of another model.
     """
     folder = as_path(folder)
-    lora = _drafter_config(folder, base)
+    dtype = model.embed_tokens[...].dtype
+    made = with_adapters(model, read_drafter_config(folder, base), nnx.Rngs(0))
+    read = read_drafter(folder, nnx.state(made, nnx.LoRAParam))
+    state = jax.tree.map(lambda x: jnp.asarray(x, dtype), read)
+    nnx.update(made, state if mesh is None else jax.device_put(state, tree_shardings(mesh, state)))
+    return made
+
+
+def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
+    """Reads the adapters of a drafter.
+
+    Args:
+      folder: the drafter's.
+      parameters: the `nnx.LoRAParam` of its model, in any layout, or their shapes.
+
+    Returns:
+      the same with the file's values, float32 NumPy arrays.
+
+    Raises:
+      InputError: naming the file, and the tensor that is missing or does not fit.
+    """
     file = SafetensorsFile(folder / ADAPTER_WEIGHTS)
     left = dict(file.tensors)
 
@@ -280,18 +300,14 @@ def with_drafter(
             )
         return tensor.read().astype(np.float32)
 
-    dtype = model.embed_tokens[...].dtype
-    made = with_adapters(model, lora, nnx.Rngs(0))
-    placed = {}
-    for path, leaf in nnx.state(made, nnx.LoRAParam).flat_state():
+    found = {}
+    for path, leaf in parameters.flat_state():
         # Whether layers are stacked or not, a tensor is a matrix of one layer, or the embedding.
         parts = [read(name, leaf.shape[-2:]) for name in _stored_names(path, leaf.shape)]
-        placed[path] = nnx.LoRAParam(jnp.asarray(np.stack(parts).reshape(leaf.shape), dtype))
+        found[path] = leaf.replace(np.stack(parts).reshape(leaf.shape))
     if left:
         raise InputError(f"{file.path}: tensor {min(left)!r} is not part of a drafter")
-    state = nnx.State.from_flat_path(placed)
-    nnx.update(made, state if mesh is None else jax.device_put(state, tree_shardings(mesh, state)))
-    return made
+    return nnx.State.from_flat_path(found)
 
 
 def _stored_names(path: tuple[Any, ...], shape: tuple[int, ...]) -> list[str]:
@@ -304,7 +320,12 @@ def _stored_names(path: tuple[Any, ...], shape: tuple[int, ...]) -> list[str]:
     return [f"base_model.model.model.layers.{layer}.{rest}" for layer in layers]
 
 
-def _drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
+def read_drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
+    """Returns which adapters a drafter has.
+
+    Raises:
+      InputError: they are none of a drafter, or belong to another model than ``base``.
+    """
     content = read_adapter_config(folder, drafter=True)
     rank, targets, ours = content["r"], content.get("target_modules"), content["wedlm"]
     if not isinstance(targets, list) or not {*map(str, targets)} <= {*TARGETS}:
