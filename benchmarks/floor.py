@@ -13,14 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax import Array
 
 from benchmarks.options import SHAPES, add_decoding, new_parser, random_prompts, random_subject
 from benchmarks.work import long_answers
+from infer.bench.constants import milliseconds_of_products
 from infer.bench.measure import Report, by_turns, milliseconds, table
 from infer.bench.rival import RIVAL, RIVALS, Rival, check_rival
 from infer.bench.speeds import Way, window_ways
@@ -29,9 +26,6 @@ from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
-from wedlm_jax.model import Transformer
-from wedlm_jax.model.layer_layout import are_stacked
-from wedlm_jax.model.layers import DecoderLayer
 from wedlm_jax.params import SamplingParams
 
 FORWARDS_OF_ONE, FORWARDS_OF_MANY = 64, 8
@@ -48,8 +42,6 @@ PROMPT_TOKENS, RANDOM_TOKENS, RANDOM_CONTEXT = 32, 160, 1024
 RIVAL_TOKENS = 16
 PROMPTS = 16
 """Requests whose prompts are timed, one after another."""
-TURNS = 16
-"""Products are computed so often in one call, so that the call itself counts for little."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -193,53 +185,6 @@ def _request(engine: Engine, work: Work) -> Mapping[str, float]:
         times.append(milliseconds(partial(engine.decode, [one])))
     tokens = statistics.fmean(len(prompt) for prompt, _ in work)
     return {"tokens": tokens, "ms": statistics.median(times)}
-
-
-def milliseconds_of_products(engine: Engine, tokens: int) -> float:
-    """Times the matrix products of one forward over this many flat tokens, the head included, and
-    nothing else: no attention, norms, RoPE or sampling. Compiling is not counted."""
-    dtype = jax.tree.leaves(engine.device.parameters)[0].dtype
-    x = jnp.ones((tokens, engine.config.hidden_size), dtype)
-    logits = jnp.zeros((tokens, engine.config.vocab_size), jnp.float32)
-    compiled = engine.compile_seconds
-    passed = milliseconds(partial(engine.run_model, products, x, logits, jnp.int32(TURNS)))
-    return (passed - (engine.compile_seconds - compiled) * 1e3) / TURNS
-
-
-@partial(jax.jit, static_argnums=0)
-def products(
-    graph: nnx.GraphDef[Transformer], parameters: nnx.State, x: Array, logits: Array, turns: Array
-) -> Array:
-    """Computes the products this many times; returns the last logits."""
-    model = nnx.merge(graph, parameters)
-
-    def turn(_: Array, logits: Array) -> Array:
-        # Each turn needs the one before it, or the compiler would run only one.
-        own = x + (logits[:1, :1] * 1e-9).astype(x.dtype)
-        return model.logits(_through_layers(model, own))
-
-    return jax.lax.fori_loop(0, turns, turn, logits)
-
-
-def _through_layers(model: Transformer, x: Array) -> Array:
-    if not are_stacked(model):
-        for layer in model.layers:
-            x = _layer(layer, x)
-        return x
-    graph, parameters = nnx.split(model.layers)
-
-    def turn(x: Array, own: nnx.State) -> tuple[Array, None]:
-        return _layer(nnx.merge(graph, own), x), None
-
-    return jax.lax.scan(turn, x, parameters)[0]
-
-
-def _layer(layer: DecoderLayer, x: Array) -> Array:
-    attention = layer.self_attn
-    q, k, v = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-    mixed = q + jnp.concatenate([k + v] * (q.size // k.size), -1)
-    x = x + attention.o_proj(mixed)
-    return x + layer.mlp(x)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
+from infer.bench.constants import Constants, by_products, constants_table, measure
 from infer.bench.measure import Report, by_turns, table
 from infer.bench.rival import RIVAL, RIVAL_LOOKUP, Rival
 from infer.bench.subject import Regimes, Subject, Work, forget_programs
@@ -76,6 +77,9 @@ class Speed:
       seconds: wall-clock of each timed pass, prompts included, compiling not.
       compile_seconds: spent on compiling, less what was kept from earlier runs.
       drafts: checked and accepted in one pass, by where they came from.
+      computed: forwards of the device in one pass, and real tokens in them, prompts' included;
+        None for a rival's.
+      by_products: how many times as fast as the first way it would be by matrix products alone.
     """
 
     way: str
@@ -87,6 +91,8 @@ class Speed:
     seconds: list[float]
     compile_seconds: float
     drafts: dict[str, int] = dataclasses.field(default_factory=dict)
+    computed: tuple[int, int] | None = None
+    by_products: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -108,6 +114,7 @@ class _Pass(NamedTuple):
     seconds: float
     compile_seconds: float = 0.0
     drafts: Drafts = Drafts()
+    computed: tuple[int, int] | None = None
 
 
 def compare_windows(
@@ -116,7 +123,7 @@ def compare_windows(
     """Measures AR and windows; reports one regime at one number of sequences at a time."""
     measured: list[Speed] = []
     ways = window_ways(options["window_size"], options["mode"])
-    for speeds in _speeds(subject, regimes, ways, options):
+    for speeds in _speeds(subject, regimes, ways, options, report):
         measured += speeds
         if options["plot"] is not None:
             draw_speeds(measured, Path(options["plot"]))
@@ -128,16 +135,21 @@ def compare_drafts(
 ) -> None:
     """Measures AR and drafts from each origin, in the same way."""
     ways = draft_ways(options["draft"], masks=subject.config.knows_masks)
-    for speeds in _speeds(subject, regimes, ways, options):
+    for speeds in _speeds(subject, regimes, ways, options, report):
         report.add("drafts", speeds, speed_table(speeds))
 
 
 def _speeds(
-    subject: Subject, regimes: Regimes, ways: Sequence[Way], options: Mapping[str, Any]
+    subject: Subject,
+    regimes: Regimes,
+    ways: Sequence[Way],
+    options: Mapping[str, Any],
+    report: Report,
 ) -> Iterator[list[Speed]]:
     """Yields the speeds of all ways, and of a rival's: its lookup, too, where a way copies drafts,
-    which it can do for one sequence at a time."""
+    which it can do for one sequence at a time. Reports the machine's constants before."""
     rival, passes = options["rival"], options["passes"]
+    constants: Constants | None = None
     for sequences in options["batch_size"]:
         kinds = dict.fromkeys((way.window, way.lookup) for way in ways)
         engines = {kind: subject.engine(kind[0], sequences, lookup=kind[1]) for kind in kinds}
@@ -157,7 +169,11 @@ def _speeds(
                 if sequences == 1 and any(way.lookup for way in ways):
                     runs[RIVAL_LOOKUP] = partial(elsewhere, lookup=True)
             made = by_turns(runs, passes, f"{sequences} sequences, {regime}")
-            yield [_speed(way, regime, sequences, len(asked), made[way]) for way in runs]
+            if constants is None:
+                constants = measure(engines[ways[0].window, ways[0].lookup])
+                report.add("constants", [constants], constants_table(constants))
+            speeds = [_speed(way, regime, sequences, len(asked), made[way]) for way in runs]
+            yield [_with_expected(speed, speeds[0], constants) for speed in speeds]
             runs.clear()
         engines.clear()
         forget_programs()
@@ -176,7 +192,15 @@ def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence
         seconds=[one.seconds for one in passes[1:]],
         compile_seconds=sum(one.compile_seconds for one in passes),
         drafts=last.drafts._asdict(),
+        computed=last.computed,
     )
+
+
+def _with_expected(speed: Speed, first: Speed, constants: Constants) -> Speed:
+    if speed.computed is None or first.computed is None or speed is first:
+        return speed
+    expected = by_products(constants, speed.computed, first.computed)
+    return dataclasses.replace(speed, by_products=expected * speed.tokens / max(first.tokens, 1))
 
 
 def completions_of(subject: Subject, engine: Engine, work: Work) -> list[Completion]:
@@ -189,13 +213,16 @@ def completions_of(subject: Subject, engine: Engine, work: Work) -> list[Complet
 def _decode(subject: Subject, engine: Engine, work: Work) -> _Pass:
     """Decodes all prompts, none of whose prefixes is cached. Compiling is not counted."""
     engine.scheduler.forget_prefixes()
+    counted = engine.device.counters.copy()
     compiled, started = engine.compile_seconds, time.perf_counter()
     done = completions_of(subject, engine, work)
     seconds = time.perf_counter() - started
+    run, instances, _ = (engine.device.counters - counted).tolist()
     compiling = engine.compile_seconds - compiled
     tokens = sum(len(one.token_ids) for one in done)
     forwards = sum(one.num_forwards for one in done)
-    return _Pass(tokens, forwards, seconds - compiling, compiling, total_drafts(done))
+    drafts = total_drafts(done)
+    return _Pass(tokens, forwards, seconds - compiling, compiling, drafts, (run, instances))
 
 
 def _decode_elsewhere(
@@ -222,6 +249,7 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             "way": speed.way,
             "tokens/s": f"{speed.tokens_per_second:,.0f}",
             f"against {first.way}": _spread(speed.ratios(first)),
+            "by products": f"{speed.by_products:.2f}×" if speed.by_products else "",
             "tokens / forward": f"{speed.tokens / max(speed.forwards, 1):.2f}",
             "drafts right": ", ".join(_right(speed.drafts)),
             "compiling, s": f"{speed.compile_seconds:.0f}" if speed.compile_seconds else "",

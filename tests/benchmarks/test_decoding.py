@@ -4,8 +4,6 @@ import dataclasses
 import json
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import benchmarks.attention
@@ -88,25 +86,6 @@ def test_a_forward_is_compared_with_its_products(checkpoint, questions, tmp_path
         assert request["way"] == forward["way"]
         ms = sum(request["ms"]) / 2 - sum(forward["ms"]) / 2
         assert request["less a decode forward"] == pytest.approx(ms)
-
-
-def test_the_products_are_those_of_the_layers(subject):
-    """One turn against the same products in NumPy."""
-    engine = subject.engine(0, 1)
-    x = np.linspace(-0.1, 0.1, 3 * 32, dtype=np.float32).reshape(3, 32)
-    layer, head = subject.model.layers[0], subject.model.head_matrix()
-    a, mlp = layer.self_attn, layer.mlp
-
-    def through(x, *linears):
-        return [x @ np.asarray(linear.weight[...]).T for linear in linears]
-
-    q, k, v = through(x, a.q_proj, a.k_proj, a.v_proj)
-    y = x + through(q + np.tile(k + v, (1, 2)), a.o_proj)[0]
-    gate, up = through(y, mlp.gate_proj, mlp.up_proj)
-    y = y + through(gate / (1 + np.exp(-gate)) * up, mlp.down_proj)[0]
-    zeros = jnp.zeros((3, subject.config.vocab_size))
-    logits = engine.run_model(benchmarks.floor.products, jnp.asarray(x), zeros, jnp.int32(1))
-    np.testing.assert_allclose(logits, y @ np.asarray(head).T, rtol=2e-4, atol=2e-5)
 
 
 def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):

@@ -39,6 +39,8 @@ SHORT, LONG = 2, 10
 """The forwards of two bursts, whose difference separates the cost of forwards from overhead."""
 LEAST_OVERHEAD = 1e-4
 """The least overhead of a burst in seconds; noise can make the difference smaller."""
+EMPTY = 20
+"""How often a burst without forwards is timed."""
 SLOW = 0.1
 """If the shorter burst takes this many seconds, the longer one is skipped."""
 
@@ -74,6 +76,19 @@ def _key(device: Device, mesh: Mesh | None) -> dict[str, Any]:
         "cache": [str(settings.cache_dtype), settings.page_size],
         "program": repr(settings.program(device.traits)),
     }
+
+
+def empty_burst_seconds(device: Device) -> float:
+    """Returns the seconds of a burst without forwards, the least of some. No sequence may be
+    running."""
+    empty = _burst(device, np.full(device.settings.sequences, -1, np.int32), [], 0)
+    device.run(empty)  # compiles
+    times = []
+    for _ in range(EMPTY):
+        started = time.perf_counter()
+        device.run(empty)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def measured(device: Device) -> CostTable:
