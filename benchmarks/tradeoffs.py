@@ -20,6 +20,7 @@ from benchmarks.options import add_numbers, new_parser
 from infer.bench.measure import machine, table
 from infer.evaluate import EMBEDDED_QUESTIONS, Decoder, decoders_at, evaluate_all
 from infer.plots import check_plot, new_figure, save_figure
+from infer.score import Score
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import check_writable, write_json
 from wedlm_jax.host.command_line import run_command
@@ -133,17 +134,17 @@ def _group(
         for one in decoders
         if penalty == USUAL_PENALTY or one.name.startswith(("AR", "paper"))
     }
-    speeds: dict[str, float] = {}
+    of_ar: dict[str, Score] = {}
     for score in evaluate_all(list(chosen.values()), regimes, passes=passes):
         params = chosen[score.decoder].params
-        speeds.setdefault(score.regime, score.tokens_per_second)  # AR is the first of all
+        of_ar.setdefault(score.regime, score)  # AR is the first of all
         yield {
             **score.as_row(),
             "kind": score.decoder.partition(" τ")[0],
             "window": window,
             "penalty": penalty,
             "threshold": params.entropy_threshold,
-            "speed": score.tokens_per_second / speeds[score.regime],
+            "speed": score.speed_up(of_ar[score.regime]),
         }
 
 

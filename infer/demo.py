@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PROMPTS_A_REGIME = 4
 LONGEST_PAUSE = 0.6
 """Seconds between two forwards, where there are few."""
-PASSES = 3
+PASSES = 5
 PICTURE_WIDTH = 100
 """Columns of the picture that `--record` draws."""
 

@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 import math
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,6 +69,9 @@ MAX_TOKENS = 160
 """Longer than any answer of the corpus."""
 OWN_MAX_TOKENS = 512
 """Of questions in a file of the user's."""
+
+SLOWER = 0.97
+"""The speed against AR below which the default mode is said to be slower."""
 
 SAMPLES = 300
 """Of the embedded model's questions, a regime."""
@@ -134,11 +136,10 @@ def evaluate_all(
             for decoder in decoders:
                 answers.append(run(decoder, questions)[0])
                 on_answers(questions, decoder.name, answers[-1])
-            seconds = [[run(decoder, questions)[1] for decoder in decoders] for _ in range(passes)]
-            medians = map(statistics.median, zip(*seconds, strict=True))
+            turns = [[run(decoder, questions)[1] for decoder in decoders] for _ in range(passes)]
             scores += [
-                _score(decoder, questions, completions, answers[0], median)
-                for decoder, completions, median in zip(decoders, answers, medians, strict=True)
+                _score(decoder, questions, answers[i], answers[0], [turn[i] for turn in turns])
+                for i, decoder in enumerate(decoders)
             ]
         bar.update(total)
     return scores
@@ -182,7 +183,7 @@ def _score(
     questions: Sequence[Question],
     completions: Sequence[Completion],
     first: Sequence[Completion],
-    seconds: float,
+    seconds: list[float],
 ) -> Score:
     """Scores completions; ``first`` are those of the first decoder."""
     counted = tally(questions, completions)
@@ -313,11 +314,16 @@ def as_answer(decoder: str, question: Question, completion: Completion) -> dict[
 
 def _tell_slower(scores: Sequence[Score]) -> None:
     """Warns where the default mode took longer than AR, with what to do about it."""
-    of_ar = {score.regime: score.seconds for score in scores if score.decoder == "AR"}
-    slower = [
-        f"{of_ar[score.regime] / score.seconds:.2f}x in {score.regime.replace('_', ' ')}"
+    of_ar = {score.regime: score for score in scores if score.decoder == "AR"}
+    speeds = {
+        score.regime: score.speed_up(of_ar[score.regime])
         for score in scores
-        if score.decoder == "verified" and of_ar.get(score.regime, math.inf) < score.seconds
+        if score.decoder == "verified" and score.regime in of_ar
+    }
+    slower = [
+        f"{speed:.2f}x in {regime.replace('_', ' ')}"
+        for regime, speed in speeds.items()
+        if speed < SLOWER
     ]
     if slower:
         print(

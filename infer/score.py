@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from rich import box
 from rich.table import Table
@@ -23,15 +25,14 @@ class Score(Tally):
       as_first: share whose tokens are exactly those of the first decoder.
       ar_agrees: share of the tokens that the autoregressive head finds most probable given all
         before them.
-      seconds: median wall-clock of the timed passes over all prompts, prefill included,
-        compilation not.
+      seconds: wall-clock of each timed pass over all prompts, prefill included, compilation not.
     """
 
     decoder: str
     regime: str
     as_first: float
     ar_agrees: float
-    seconds: float
+    seconds: list[float]
 
     @property
     def tokens_per_forward(self) -> float:
@@ -44,12 +45,34 @@ class Score(Tally):
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
+        return self.tokens / max(statistics.median(self.seconds), 1e-9)
+
+    def speed_up(self, other: Score) -> float:
+        """Returns how many times as fast as another decoder this one was."""
+        return statistics.median(ratios_by_turns(self, other))
 
     def as_row(self) -> dict[str, object]:
         """Returns the fields and the ratios made of them, for a JSON file."""
         ratios = ("accuracy", "tokens_per_forward", "p_cache", "tokens_per_second")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
+
+
+class Timed(Protocol):
+    """What was timed by turns: tokens, and the seconds of each pass."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def seconds(self) -> list[float]: ...
+
+
+def ratios_by_turns(one: Timed, other: Timed) -> list[float]:
+    """Returns how many times as fast as another decoder one was, turn by turn. Other work on the
+    machine slows both in the same turn."""
+    more = one.tokens / max(other.tokens, 1)
+    turns = zip(one.seconds, other.seconds, strict=True)
+    return [more * theirs / max(own, 1e-9) for own, theirs in turns]
 
 
 def columns(first: str) -> dict[str, str]:
@@ -67,7 +90,7 @@ def columns(first: str) -> dict[str, str]:
         "p_cache": "completion tokens for each token computed: 1 in AR; at most 0.5 where "
         "masks are filled, since each place is computed as a mask first and as a token once more",
         "tokens/\nsecond": "with the prompt, without compiling",
-        "speed": f"tokens/second over those of {first}",
+        "speed": f"tokens/second over those of {first}, the median over the turns",
     }
 
 
@@ -104,7 +127,7 @@ def score_table(scores: Sequence[Score]) -> Table:
             f"{score.tokens_per_forward:.2f}",
             f"{score.p_cache:.2f}",
             f"{score.tokens_per_second:,.0f}",
-            f"{score.tokens_per_second / reference.tokens_per_second:.2f}x",
+            f"{score.speed_up(reference):.2f}x",
         )
     return table
 
@@ -128,9 +151,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
                 members = [score for score in some if _kind(score) == kind]
                 points = [
                     (
-                        s.tokens_per_second / some[0].tokens_per_second
-                        if row
-                        else s.tokens_per_forward,
+                        s.speed_up(some[0]) if row else s.tokens_per_forward,
                         100 * (s.accuracy if s.accuracy is not None else s.as_first),
                     )
                     for s in members

@@ -17,6 +17,7 @@ from infer.bench.measure import Report, by_turns, table
 from infer.bench.rival import RIVAL, RIVAL_LOOKUP, Rival
 from infer.bench.subject import Regimes, Subject, Work, forget_programs
 from infer.plots import new_figure, save_figure
+from infer.score import ratios_by_turns
 from wedlm_jax.completion import Completion, Drafts, total_drafts
 from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.engine.engine import Engine
@@ -97,13 +98,6 @@ class Speed:
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(statistics.median(self.seconds), 1e-9)
-
-    def ratios(self, other: Speed) -> list[float]:
-        """Returns how many times as fast as another way this one was, turn by turn. Other work on
-        the machine slows both in the same turn."""
-        more = self.tokens / max(other.tokens, 1)
-        turns = zip(self.seconds, other.seconds, strict=True)
-        return [more * theirs / max(own, 1e-9) for own, theirs in turns]
 
 
 class _Pass(NamedTuple):
@@ -248,7 +242,7 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
         {
             "way": speed.way,
             "tokens/s": f"{speed.tokens_per_second:,.0f}",
-            f"against {first.way}": _spread(speed.ratios(first)),
+            f"against {first.way}": _spread(ratios_by_turns(speed, first)),
             "by products": f"{speed.by_products:.2f}×" if speed.by_products else "",
             "tokens / forward": f"{speed.tokens / max(speed.forwards, 1):.2f}",
             "drafts right": ", ".join(_right(speed.drafts)),

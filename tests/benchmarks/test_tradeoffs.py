@@ -25,7 +25,7 @@ def score(decoder, regime, right, seconds):
         instances=400,
         as_first=1.0,
         ar_agrees=1.0,
-        seconds=seconds,
+        seconds=[seconds],
     )
 
 
