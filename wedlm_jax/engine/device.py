@@ -4,6 +4,7 @@ their pages and the compiled programs."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,6 +105,8 @@ class Device:
         self._formats: nnx.State | None = None
         """The memory layouts of the parameters; None if they are as given."""
         self.programs = CompiledPrograms(graph, model.config, settings, mesh, store)
+        # Asked for in every burst, and slow to work out.
+        self._sizes = functools.cache(lambda traits: settings.program(traits).sizes.tokens)
         self.traits = Traits()
         self._room = Traits()
         """The traits that the state has room for: `traits`, or the same without windows."""
@@ -217,7 +220,7 @@ class Device:
         return Ticket(
             self._num_submitted,
             fetched,
-            self.settings.program(self._room).sizes.tokens,
+            self._sizes(self._room),
             burst.members,
             started,
             windowless=self._windows_vary and not self._room.window,
@@ -346,7 +349,7 @@ class Device:
         """Returns the cost of a forward of each size, in the form that `Allowance` takes."""
         if not self._room.lookup:
             return None
-        sizes = self.settings.program(self._room).sizes.tokens
+        sizes = self._sizes(self._room)
         if without_copies:
             seconds = np.square(sizes)  # so expensive that copied drafts never pay
         elif self.costs is None:

@@ -97,7 +97,8 @@ class GrammarMasks:
             self._masks = all_allowed(self._sequences, rows, self._vocab)
         if self._matchers:
             assert self._grammars is not None
-            there = drafts()
+            # One row checks no drafts, so the device need not be asked for any.
+            there = drafts() if rows > 1 else [[]] * self._sequences
             places = [
                 (matcher, index * rows, there[index][: rows - 1])
                 for index, (matcher, _) in self._matchers.items()
