@@ -1,10 +1,10 @@
-"""What the device waits for the host between bursts of forwards, what short bursts cost, and what
-a grammar costs.
+"""Times how long the device waits for the host between bursts, and what short bursts and a grammar
+cost.
 
 Four ways to decode the same prompts: in long bursts, as jobs do; in short ones, each submitted
 before the one before it has ended, as streams and the server do; in short ones by turns with the
-host; and under a grammar that allows every text, so that tokens are the same. Ways two and three
-differ by what planning ahead hides.
+host; and under a grammar that allows every text, so that tokens are the same. The second
+and the third differ by what planning ahead hides.
 """
 
 from __future__ import annotations

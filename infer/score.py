@@ -48,7 +48,7 @@ class Score(Tally):
         return self.tokens / max(statistics.median(self.seconds), 1e-9)
 
     def speed_up(self, other: Score) -> float:
-        """Returns how many times as fast as another decoder this one was."""
+        """Returns the speed-up over another decoder, the median over the turns."""
         return statistics.median(ratios_by_turns(self, other))
 
     def as_row(self) -> dict[str, object]:
@@ -68,8 +68,8 @@ class Timed(Protocol):
 
 
 def ratios_by_turns(one: Timed, other: Timed) -> list[float]:
-    """Returns how many times as fast as another decoder one was, turn by turn. Other work on the
-    machine slows both in the same turn."""
+    """Returns the speed-up of one over the other in each turn. Other work on the machine slows both
+    in the same turn."""
     more = one.tokens / max(other.tokens, 1)
     turns = zip(one.seconds, other.seconds, strict=True)
     return [more * theirs / max(own, 1e-9) for own, theirs in turns]

@@ -152,14 +152,14 @@ def _start(config: TrainConfig, states: Sequence[int]) -> str:
         return "not asked"
     digest = hashlib.sha256()
     files = {
-        folder / name: size
+        (folder, name): size
         for folder in folders
         for name, size in sorted(file_sizes(folder).items())
         if name.endswith((".json", ".safetensors")) or name.startswith("orbax/")
     }
-    for path, size in files.items():
-        digest.update(f"{path.name} {size}\n".encode())
-        with path.open("rb") as file:
+    for (folder, name), size in files.items():
+        digest.update(f"{name} {size}\n".encode())
+        with (folder / name).open("rb") as file:
             for place in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
                 file.seek(place)
                 digest.update(file.read(SAMPLE_BYTES))

@@ -1,5 +1,5 @@
-"""What a machine needs for a forward's matrix products and for a burst: from these, which can be
-measured in seconds, speeds can be compared between machines.
+"""Measures what a forward's matrix products and an empty burst cost on this machine, from which the
+speeds of another machine can be predicted.
 
 The products of a forward over T tokens, which are the linear layers and the head without attention,
 norms, RoPE or sampling, take t(T). For one token t is the time of reading the weights, for many
@@ -30,8 +30,8 @@ from wedlm_jax.model.layers import DecoderLayer
 TOKENS = (1, 16, 256, 1024)
 """Tokens of the forwards whose products are timed."""
 TURNS, SECONDS, ROUNDS = 16, 0.5, 3
-"""Products are computed so often in one call, so that the call itself counts for little; less often
-where that would take longer than so many seconds; and the fastest of so many calls counts."""
+"""One call computes the products up to 16 times, so that the call itself counts for little, but for
+about half a second at most. The fastest of three calls counts."""
 LONGEST = 10.0
 """Seconds that the products of one forward may be expected to take; larger ones are not timed."""
 
@@ -55,7 +55,7 @@ class Constants:
     empty_burst: float
 
     def of(self, tokens: float) -> float:
-        """Returns t(T) in milliseconds, by straight lines between the forwards that were timed."""
+        """Returns t(T) in milliseconds, interpolated linearly between the sizes that were timed."""
         if tokens <= self.tokens[-1] or len(self.tokens) < 2:
             return float(np.interp(tokens, self.tokens, self.milliseconds))
         (low, high), (before, last) = self.tokens[-2:], self.milliseconds[-2:]
@@ -150,8 +150,7 @@ def constants_table(found: Constants) -> Table:
 
 
 def by_products(found: Constants, one: Sequence[int], other: Sequence[int]) -> float:
-    """Returns how many times as fast as another way of decoding the same tokens one would be if
-    products alone took time.
+    """Returns the speed-up of one way of decoding over another if products alone took time.
 
     Args:
       one, other: forwards, and tokens in them, of each.

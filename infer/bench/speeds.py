@@ -193,6 +193,8 @@ def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence
 def _with_expected(speed: Speed, first: Speed, constants: Constants) -> Speed:
     if speed.computed is None or first.computed is None or speed is first:
         return speed
+    if len(constants.tokens) < 2:  # nothing is known of forwards over several tokens
+        return speed
     expected = by_products(constants, speed.computed, first.computed)
     return dataclasses.replace(speed, by_products=expected * speed.tokens / max(first.tokens, 1))
 

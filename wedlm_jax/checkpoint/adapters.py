@@ -321,7 +321,7 @@ def _stored_names(path: tuple[Any, ...], shape: tuple[int, ...]) -> list[str]:
 
 
 def read_drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
-    """Returns which adapters a drafter has.
+    """Reads the rank, the scale and the target matrices of a drafter's adapters.
 
     Raises:
       InputError: they are none of a drafter, or belong to another model than ``base``.
