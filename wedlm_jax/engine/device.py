@@ -64,6 +64,7 @@ class Ticket:
       started: when it was submitted.
       windowless: whether its program has no room for windows although others have.
       alone: whether no other burst was in flight when it was submitted.
+      resized: whether the state had to be resized for its program first.
     """
 
     number: int
@@ -73,6 +74,7 @@ class Ticket:
     started: float
     windowless: bool
     alone: bool
+    resized: bool
 
 
 class Device:
@@ -198,7 +200,7 @@ class Device:
             self._forget(gone)
         for admission in burst.admissions:
             self._expect(admission, int(burst.windows[admission.index]))
-        self._make_room(self._traits_for(burst))
+        resized = self._make_room(self._traits_for(burst))
         self._enter(burst)
         changed = burst.windows != self._windows
         self._windows = np.array(burst.windows, np.int32)
@@ -225,6 +227,7 @@ class Device:
             started,
             windowless=self._windows_vary and not self._room.window,
             alone=self._num_collected == self._num_submitted - 1,
+            resized=resized,
         )
 
     def collect(self, ticket: Ticket) -> Report:
@@ -245,7 +248,7 @@ class Device:
             num_run=num_run,
             traced=traced,
             seconds=seconds,
-            timed=timed,
+            timed=timed and not ticket.resized,
             sizes=ticket.sizes,
             by_size=counters.by_size[counters.forwards.argmax()],
             windowless=ticket.windowless,
@@ -329,11 +332,13 @@ class Device:
         windowless = not (burst.windows[burst.capacity > 0].any() or resumed)
         return self.traits.without_windows if windowless else self.traits
 
-    def _make_room(self, traits: Traits) -> None:
-        """Resizes the slot arrays for a program with these traits."""
-        if slot_sizes(traits) != slot_sizes(self._room):
+    def _make_room(self, traits: Traits) -> bool:
+        """Resizes the slot arrays for a program with these traits; returns whether they changed."""
+        changes = slot_sizes(traits) != slot_sizes(self._room)
+        if changes:
             self._state = self.programs.resize(self._room, traits)(self._state)
         self._room = traits
+        return changes
 
     def _goes_without_copies(self) -> bool:
         """Returns whether the next burst is one that measures forwards without copied drafts."""

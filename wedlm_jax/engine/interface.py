@@ -181,7 +181,8 @@ class Report:
       num_run: forwards of the replica that ran the most. Replicas run at the same time, so this
         many forwards took the time of the burst.
       seconds: how long the burst took, at most.
-      timed: whether `seconds` is exact; otherwise the burst had ended before the host looked.
+      timed: whether `seconds` tells what its forwards took. It does not if the burst had ended
+        before the host looked, or if the state was resized for another program first.
       sizes: the sizes in which its program runs forwards.
       by_size: int32 ``[S]``, how often the layers ran at each of the sizes in these forwards.
       windowless: whether its program has no room for windows although others have.

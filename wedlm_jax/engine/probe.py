@@ -2,8 +2,9 @@
 these.
 
 Dummy sequences decode dummy texts: each has its last token and a window of masks, never drafts (its
-draft budget is 0), and so runs the same number of tokens in every forward. They write into
-arbitrary pages, so this is done before the first real sequence.
+draft budget is 0), and so runs the same number of tokens in every forward. A dummy prompt tells
+what a larger forward costs. They write into arbitrary pages, so this is done before the first real
+sequence.
 
 Tested by tests/wedlm_jax/engine/test_windowless.py.
 """
@@ -35,6 +36,8 @@ ROUNDS, SECONDS, LEAST = 3, 4.0, 2
 """How often each size is timed, and the time limit. The fastest round counts, since other work of
 the machine only slows forwards down. After the limit, and the least number of sizes, nothing more
 is timed; the costs of other sizes are interpolated."""
+PROMPT = 4
+"""The size of the prompt that is timed, in relation to the largest decode forward."""
 SHORT, LONG = 2, 10
 """The forwards of two bursts, whose difference separates the cost of forwards from overhead."""
 LEAST_OVERHEAD = 1e-4
@@ -108,13 +111,17 @@ def measured(device: Device) -> CostTable:
     full = spread([one for one in todo if one[0] >= each])
     small = spread([one for one in todo if one[0] < each])
     turns = [one for pair in itertools.zip_longest(full, small) for one in pair if one is not None]
+    prompt = next((size for size in sizes if size >= PROMPT * reach), sizes[-1])
+    if prompt > timed[-1]:
+        turns += [(prompt, windowless) for windowless in {False, traits.window > 0}]
     started = time.perf_counter()
     fastest: dict[tuple[int, bool], dict[int, float]] = {}
     for _ in range(ROUNDS):
         for one in turns:
             if len(fastest) >= LEAST and time.perf_counter() - started > SECONDS:
                 break
-            for forwards, seconds, report in _timed(device, _windows(device, *one)):
+            times = _timed_prompt if one[0] > timed[-1] else _timed
+            for forwards, seconds, report in times(device, *one):
                 size = report.sizes[int(report.by_size.argmax())]
                 known = fastest.setdefault((size, report.windowless), {})
                 known[forwards] = min(seconds, known.get(forwards, seconds))
@@ -132,14 +139,19 @@ def interpolated(
         without windows.
     """
     costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
-    overheads = []
+    overheads, single = [], []
     for (size, windowless), known in bursts.items():
         (short, begin), (forwards, end) = min(known.items()), max(known.items())
         cost = end / forwards
         if forwards > short and end > begin:
             cost = (end - begin) / (forwards - short)
             overheads.append(begin - short * cost)
+        elif forwards == short:
+            single.append((size, windowless, forwards))
         costs[windowless][size] = cost
+    overhead = max(float(np.median(overheads)), LEAST_OVERHEAD) if overheads else OVERHEAD
+    for size, windowless, forwards in single:
+        costs[windowless][size] -= min(overhead / forwards, costs[windowless][size] / 2)
     for one in costs.values():
         # A forward of fewer tokens takes no longer: where it seemed to, other work delayed it.
         for larger, smaller in itertools.pairwise(sorted(one, reverse=True)):
@@ -152,7 +164,6 @@ def interpolated(
         return np.exp(np.interp(np.log(sizes), np.log(places), ratios)) if places else 1 + 0 * usual
 
     seconds = at(costs[False] or costs[True], np.ones(len(sizes)))
-    overhead = max(float(np.median(overheads)), LEAST_OVERHEAD) if overheads else OVERHEAD
     return CostTable(sizes, seconds.tolist(), at(costs[True], seconds).tolist(), overhead)
 
 
@@ -181,21 +192,14 @@ def _windows(device: Device, tokens: int, windowless: bool) -> np.ndarray:
     return np.tile(windows, device.settings.replicas)
 
 
-def _timed(device: Device, windows: np.ndarray) -> Iterator[tuple[int, float, Report]]:
-    """Times a short burst with these windows, and a longer one; yields the most forwards, the
-    seconds and the report of each."""
-    params = SamplingParams(
-        mode="verified" if device.traits.verified else "paper",
-        draft_budget=0.0,
-        entropy_threshold=None,
-        ignore_eos=True,
-        max_tokens=device.settings.max_text,
-    )
+def _timed(device: Device, tokens: int, windowless: bool) -> Iterator[tuple[int, float, Report]]:
+    """Times a short burst of forwards with so many tokens, and a longer one; yields the most
+    forwards, the seconds and the report of each."""
+    windows = _windows(device, tokens, windowless)
     running = np.flatnonzero(windows >= 0).tolist()
-    text = np.zeros(max(min(TEXT, device.settings.max_text // 2), 1), np.int32)
-    request = Request(-1, text.tolist(), params)
+    length = max(min(TEXT, device.settings.max_text // 2), 1)
     # All but the last token count as computed: the contents of the pages do not matter.
-    entering = [Admission(index, request, text, len(text) - 1, None) for index in running]
+    entering = [_admission(device, index, length, length - 1) for index in running]
     # The first run at a size is slow.
     device.run(_burst(device, np.minimum(windows, device.traits.window), entering, 1))
     seconds = 0.0
@@ -206,6 +210,36 @@ def _timed(device: Device, windows: np.ndarray) -> Iterator[tuple[int, float, Re
             seconds = time.perf_counter() - started
             yield forwards, seconds, report
     device.run(_burst(device, windows, [], 0, released=running))
+
+
+def _timed_prompt(
+    device: Device, tokens: int, windowless: bool
+) -> Iterator[tuple[int, float, Report]]:
+    """Times a burst of one forward, which computes a prompt and, unless ``windowless``, the first
+    window; yields as `_timed`."""
+    settings = device.settings
+    window = 0 if windowless else device.traits.window
+    windows = np.full(settings.sequences, -1, np.int32)
+    windows[:: settings.sequences_each] = window
+    running = np.flatnonzero(windows >= 0).tolist()
+    length = max(min(tokens - window - 1, settings.chunk_tokens, settings.max_text // 2), 1)
+    entering = [_admission(device, index, length, 0) for index in running]
+    started = time.perf_counter()
+    report = device.run(_burst(device, windows, entering, 1))
+    yield 1, time.perf_counter() - started, report
+    device.run(_burst(device, windows, [], 0, released=running))
+
+
+def _admission(device: Device, index: int, length: int, num_cached: int) -> Admission:
+    params = SamplingParams(
+        mode="verified" if device.traits.verified else "paper",
+        draft_budget=0.0,
+        entropy_threshold=None,
+        ignore_eos=True,
+        max_tokens=device.settings.max_text,
+    )
+    text = np.zeros(length, np.int32)
+    return Admission(index, Request(-1, text.tolist(), params), text, num_cached, None)
 
 
 def _burst(

@@ -98,12 +98,17 @@ class WindowChoice:
 
 GAIN = 1.03
 """The factor by which windows must promise to be faster, since the promise is uncertain."""
-SHORT = 8
-"""The forwards of a burst that tries what does not seem best: windows, or none. A longer one, in
-which a short answer is decoded to its end, would cost more and not tell more."""
+TRIAL = (1, 8)
+"""The forwards of the two bursts that try what does not seem best: windows, or none. The first
+changes the program, which takes longer than a forward of a small model, so that its time tells
+nothing. A longer second one, in which a short answer is decoded to its end, would cost more and not
+tell more."""
+TRIAL_OVERHEADS = 5
+"""What else a trial takes, in overheads of a burst: of its bursts, and to change the program twice,
+each of which takes one and a half (measured on a CPU)."""
 SHARE, GROWTH = 0.02, 4.0
-"""The share of the time that such bursts may take, and the factor by which the time between them
-grows from the first, which is early, to that share."""
+"""The share of the time that trials may take, and the factor by which the time between them grows
+from the first, which is early, to that share."""
 HARMLESS = 1.05
 """The factor by which windows may slow a forward down if all sequences try them at once."""
 HOPE = 0.9
@@ -197,6 +202,9 @@ class AutoWindows(WindowChoice):
         """The time, by the table of costs, since that was otherwise; and of the last burst."""
         self._looks = [0, 0]
         """How often windows were tried where they do not seem to pay, and none where they do."""
+        self._trial: bool | None = None
+        """If the last choice began a trial, which takes another burst: whether windows seemed to
+        pay then."""
         self._next: dict[int, float] = {}
         """By the number of sequences: the time without windows after which to consider them again.
         A choice takes as long as a small forward."""
@@ -213,6 +221,7 @@ class AutoWindows(WindowChoice):
 
     def choose(self, running: Sequence[SequenceState]) -> list[int]:
         self.most_forwards = None
+        trial, self._trial = self._trial, None
         windows = [0 if self.is_free(one.request) else self.widest(one.request) for one in running]
         for replica in range(self._replicas):
             places = [
@@ -221,9 +230,11 @@ class AutoWindows(WindowChoice):
             free = [i for i in places if self.is_free(running[i].request)]
             if free:
                 fixed = [windows[i] for i in places if i not in free]
-                chosen = self._of_free([running[i] for i in free], fixed)
+                chosen = self._of_free([running[i] for i in free], fixed, trial)
                 for i, window in zip(free, chosen, strict=True):
                     windows[i] = window
+        if self._trial is not None:
+            self._looks[self._trial] += 1
         return windows
 
     def observe(
@@ -266,8 +277,11 @@ class AutoWindows(WindowChoice):
         means = [self._evidence(one).mean for one in sequences]
         return np.array([np.interp(means, self._curves[-1], curve) for curve in self._curves]).T
 
-    def _of_free(self, free: list[SequenceState], fixed: list[int]) -> list[int]:
-        """Chooses the windows of ``free`` sequences, given the ``fixed`` windows of others."""
+    def _of_free(
+        self, free: list[SequenceState], fixed: list[int], trial_of: bool | None
+    ) -> list[int]:
+        """Chooses the windows of ``free`` sequences, given the ``fixed`` windows of others and, as
+        in `_trial`, the trial that goes on."""
         costs, widths, n = self.costs, self._widths, len(free)
         if not (any(fixed) or self._used) and self._since < self._next.get(n, 0.0):
             return [0] * n
@@ -297,15 +311,16 @@ class AutoWindows(WindowChoice):
         best = 1 + int(rates[1:-1].argmax())
         trial = best if seconds[best] < HARMLESS * seconds[0] else len(rates) - 1
         if any(one.evidence.kind.forwards < ENOUGH for one in free):
-            best, self.most_forwards = trial, SHORT
+            best, self.most_forwards = trial, TRIAL[-1]
         else:
             pays = bool(rates[best] > GAIN * rates[0])
             best, other = (best, 0) if pays else (0, trial)
-            took = SHORT * seconds[other] / costs.level
+            took = (sum(TRIAL) * seconds[other] + TRIAL_OVERHEADS * costs.overhead) / costs.level
             due = took * min(GROWTH ** self._looks[pays], 1 / SHARE)
-            if self._used == pays and self._since >= due:
-                best, self.most_forwards = other, SHORT
-                self._looks[pays] += 1
+            if trial_of is not None:
+                best, self.most_forwards = (other if trial_of == pays else best), TRIAL[1]
+            elif self._used == pays and self._since >= due:
+                best, self.most_forwards, self._trial = other, TRIAL[0], pays
             elif not pays:
                 self._next[n] = min(due, self._since + PATIENCE * self._burst)
         return widths[picks[best]].tolist()  # type: ignore[no-any-return]

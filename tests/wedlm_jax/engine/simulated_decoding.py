@@ -13,6 +13,8 @@ from wedlm_jax.params import SamplingParams
 PROMPT = 30
 CHUNK = 256
 OVERHEAD = 4e-4
+RESIZING = 1.5 * OVERHEAD
+"""Seconds that a burst takes longer if the one before it ran another program."""
 CPU_COSTS = {
     1: 0.15,
     2: 0.17,
@@ -105,7 +107,7 @@ class Simulation:
         longest_burst=64,
     ):
         self._windows, self._noise, self._mode = windows, noise, mode
-        self._windowless, self._held = windowless, False
+        self._windowless, self._program = windowless, None
         self._sizes = np.array(sorted(costs))
         self._costs = np.array([costs[size] for size in self._sizes]) / 1000
         self._n, self._longest = sequences, longest_burst
@@ -164,6 +166,9 @@ class Simulation:
         windowless = not windows.any()
         ratio = self._windowless if windowless else 1.0
         seconds = OVERHEAD + ratio * float(by_size @ self._costs)
+        resized = self._program not in (None, windowless)
+        seconds += RESIZING * resized
+        self._program = windowless
         self.seconds += seconds
         report = dataclasses.replace(
             self._report(running, run),
@@ -185,7 +190,8 @@ class Simulation:
             max_forwards=forwards,
             until_finished=np.array([until]),
         )
-        self._windows.observe([one.state for one in running], burst, report, self._noise(seconds))
+        timed = None if resized else self._noise(seconds)
+        self._windows.observe([one.state for one in running], burst, report, timed)
         for one in running:
             self.tokens += one.collect()
 

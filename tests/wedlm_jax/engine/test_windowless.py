@@ -8,8 +8,10 @@ import pytest
 
 from tests.examples.decode import events_of, say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
+from wedlm_jax.engine.config import EngineConfig
+from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Failed, Finished, Request
-from wedlm_jax.engine.probe import interpolated, spread
+from wedlm_jax.engine.probe import _timed_prompt, interpolated, spread
 from wedlm_jax.engine.windows import AutoWindows, WindowChoice
 from wedlm_jax.params import SamplingParams
 
@@ -161,7 +163,7 @@ def test_costs_of_sizes_that_were_not_timed_are_interpolated():
     bursts = {
         (1, True): {2: 0.003, 10: 0.011},  # overhead 0.001, a forward 0.001
         (1, False): {2: 0.005, 10: 0.021},
-        (16, False): {2: 0.2},  # too slow for the longer burst
+        (16, False): {2: 0.201},  # too slow for the longer burst
     }
     table = interpolated((1, 4, 16, 64), bursts)
     seconds = table.of_sizes((1, 4, 16, 64))
@@ -175,3 +177,26 @@ def test_a_single_program_has_the_costs_of_both_and_noise_gives_no_negative_ones
     table = interpolated((1, 16), {(16, windowless): {2: 0.2, 10: 0.1}})
     np.testing.assert_allclose(table.of_sizes((1, 16)), 0.01)
     np.testing.assert_allclose(table.of_sizes((1, 16), windowless=True), 0.01)
+
+
+def test_a_larger_forward_is_timed_with_a_prompt(tiny_model):
+    """One sequence decodes few tokens; its prompt runs in a larger forward, of either program."""
+    engine = Engine(tiny_model, EngineConfig(max_batch_size=1, window_size="auto"))
+    engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
+    for windowless in (False, True):
+        ((forwards, _, report),) = _timed_prompt(engine.device, 40, windowless)
+        assert (forwards, report.num_run, report.windowless) == (1, 1, windowless)
+        # Beside the prompt: a window and the token before it, or that token alone.
+        assert report.num_computed[0] >= 15
+        assert report.num_token_instances[0] == (1 if windowless else 17)
+
+
+def test_a_burst_for_which_the_state_was_resized_does_not_tell_what_forwards_take(tiny_model):
+    engine = Engine(tiny_model, EngineConfig(max_batch_size=1, window_size="auto"))
+    engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
+    bursts = [(True, False), (True, True), (False, False), (False, True)]
+    for windowless, timed in bursts:
+        ((_, _, report),) = _timed_prompt(engine.device, 8, windowless)
+        # What lets the sequence in runs in the program of the burst before.
+        assert report.windowless == windowless
+        assert report.timed == timed
