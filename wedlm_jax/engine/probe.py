@@ -139,19 +139,22 @@ def interpolated(
         without windows.
     """
     costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
-    overheads, single = [], []
+    overheads = []
+    once: list[tuple[bool, int, int]] = []
     for (size, windowless), known in bursts.items():
         (short, begin), (forwards, end) = min(known.items()), max(known.items())
         cost = end / forwards
-        if forwards > short and end > begin:
+        if forwards == short:
+            once.append((windowless, size, forwards))
+        elif end > begin:
             cost = (end - begin) / (forwards - short)
             overheads.append(begin - short * cost)
-        elif forwards == short:
-            single.append((size, windowless, forwards))
         costs[windowless][size] = cost
     overhead = max(float(np.median(overheads)), LEAST_OVERHEAD) if overheads else OVERHEAD
-    for size, windowless, forwards in single:
-        costs[windowless][size] -= min(overhead / forwards, costs[windowless][size] / 2)
+    for windowless, size, forwards in once:
+        # Of a single burst the overhead is not known; noise must not make the cost negative.
+        cost = costs[windowless][size]
+        costs[windowless][size] = max(cost - overhead / forwards, cost / 2)
     for one in costs.values():
         # A forward of fewer tokens takes no longer: where it seemed to, other work delayed it.
         for larger, smaller in itertools.pairwise(sorted(one, reverse=True)):

@@ -104,8 +104,8 @@ changes the program, which takes longer than a forward of a small model, so that
 nothing. A longer second one, in which a short answer is decoded to its end, would cost more and not
 tell more."""
 TRIAL_OVERHEADS = 5
-"""What else a trial takes, in overheads of a burst: of its bursts, and to change the program twice,
-each of which takes one and a half (measured on a CPU)."""
+"""What a trial costs in addition to its forwards, in multiples of a burst's overhead: one for each
+of its two bursts, one and a half for each of two changes of the program, as measured on a CPU."""
 SHARE, GROWTH = 0.02, 4.0
 """The share of the time that trials may take, and the factor by which the time between them grows
 from the first, which is early, to that share."""

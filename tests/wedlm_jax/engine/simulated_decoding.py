@@ -14,7 +14,7 @@ PROMPT = 30
 CHUNK = 256
 OVERHEAD = 4e-4
 RESIZING = 1.5 * OVERHEAD
-"""Seconds that a burst takes longer if the one before it ran another program."""
+"""Seconds that it takes to change between the programs with windows and without."""
 CPU_COSTS = {
     1: 0.15,
     2: 0.17,

@@ -6,8 +6,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.examples.checkpoints import tiny_config, tiny_model
 from tests.examples.decode import events_of, say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
+from wedlm_jax.decode import spans
+from wedlm_jax.engine import probe
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Failed, Finished, Request
@@ -197,6 +200,23 @@ def test_a_burst_for_which_the_state_was_resized_does_not_tell_what_forwards_tak
     bursts = [(True, False), (True, True), (False, False), (False, True)]
     for windowless, timed in bursts:
         ((_, _, report),) = _timed_prompt(engine.device, 8, windowless)
-        # What lets the sequence in runs in the program of the burst before.
         assert report.windowless == windowless
         assert report.timed == timed
+
+
+def test_prompts_are_timed_with_both_programs(monkeypatch):
+    """Where a prompt runs in a larger forward than any window does."""
+    timed = []
+
+    def timed_prompt(device, tokens, windowless):
+        timed.append((tokens, windowless))
+        yield from _timed_prompt(device, tokens, windowless)
+
+    monkeypatch.setattr(probe, "_timed_prompt", timed_prompt)
+    monkeypatch.setattr(spans, "_grid", lambda *_: [32, 64, 128])
+    model = tiny_model(tiny_config(max_position_embeddings=512))
+    engine = Engine(model, EngineConfig(max_batch_size=1, window_size="auto"))
+    engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
+    monkeypatch.setattr(probe, "SECONDS", 60.0)  # most of which goes into compiling here
+    probe.measured(engine.device)
+    assert set(timed) == {(128, False), (128, True)}
