@@ -38,7 +38,7 @@ from wedlm_jax.engine.programs import lower_burst
 from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, bytes_per_page, plan_engine
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
-from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
+from wedlm_jax.model.lora import PREVIOUS_RANK, TARGETS, LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
@@ -139,16 +139,19 @@ def read_drafter(source: str) -> LoraConfig:
     path = Path(source)
     try:
         if path.suffix in (".yaml", ".yml"):
-            lora: Any = OmegaConf.to_container(OmegaConf.load(path))["lora"]  # type: ignore[index, call-overload]
+            recipe: Any = OmegaConf.to_container(OmegaConf.load(path))
+            lora, drafter = recipe["lora"], recipe.get("drafter", {})
             rank, alpha, targets = lora["rank"], lora["alpha"], lora.get("targets", TARGETS)
+            units = drafter.get("previous_rank", PREVIOUS_RANK)
         else:
             content = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
             rank, alpha, targets = (content[x] for x in ("r", "lora_alpha", "target_modules"))
+            units = content["wedlm"].get("previous_rank", 0)
     except FileNotFoundError:
         raise InputError(f"{path}: neither a drafter's folder nor a recipe") from None
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path}: says nothing of a drafter's adapters") from None
-    return LoraConfig(rank, alpha, tuple(targets), "masked")
+    return LoraConfig(rank, alpha, tuple(targets), "masked", previous_rank=units)
 
 
 def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:

@@ -39,8 +39,10 @@ def lora_of(config: TrainConfig) -> LoraConfig | None:
     if not lora.rank:
         return None
     if config.objective == "drafter":
-        window = config.drafter.window_size
-        return LoraConfig(lora.rank, lora.alpha, targets, "masked", window)
+        section = config.drafter
+        return LoraConfig(
+            lora.rank, lora.alpha, targets, "masked", section.window_size, section.previous_rank
+        )
     return LoraConfig(lora.rank, lora.alpha, targets)
 
 

@@ -288,7 +288,9 @@ def _check_drafter(config: TrainConfig, base: Checkpoint) -> None:
 def _described(lora: LoraConfig | None) -> str:
     if lora is None:
         return "no adapters"
-    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} beside {', '.join(lora.targets)}"
+    head = f" and a previous-token head of rank {lora.previous_rank}" if lora.previous_rank else ""
+    targets = ", ".join(lora.targets)
+    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} beside {targets}{head}"
 
 
 def starting_state(

@@ -106,9 +106,13 @@ def _row_products(config: TrainConfig, model: ModelConfig, again: int = 0) -> fl
     backward = (passes - 1) * _layer_parameters(model) + again + adapters
     layers = config.row_tokens * _layer_parameters(model) + _learning_tokens(config) * backward
     head = passes * _targets(config.row_length, config.prediction_length)
+    others = 0
     if config.objective == "drafter":  # logits of the mask and of its teacher, and one gradient
         head = 3 * config.prediction_length
-    return 2 * (layers + head * _head_parameters(model))
+        # Of the previous-token head's three matrices one has no gradient by its input.
+        unit = (3 + 3 + 2) * model.hidden_size
+        others = config.prediction_length * config.drafter.previous_rank * unit
+    return 2 * (layers + head * _head_parameters(model) + others)
 
 
 def _learning_tokens(config: TrainConfig) -> int:

@@ -146,6 +146,9 @@ def drafter_loss(
     hidden = hidden_states(model, batch.token_ids, batch.positions, batch.mask, config)
     length = batch.token_ids.shape[1] - batch.targets.shape[1]
     memory, masks = jnp.split(hidden, [length], axis=1)
+    if model.previous_token is not None:
+        # Only masks after a window's first learn, so the token before is always the window's own.
+        masks += model.correction(masks, jnp.roll(batch.targets, 1, axis=1))
     found = distances(
         masks,
         jnp.take_along_axis(memory, batch.teachers[..., None], axis=1),

@@ -70,6 +70,9 @@ PARAMETER_AXES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "down_proj/bias": ("features",),
         "scale": ("features",),
         "mask_embedding": ("features",),
+        "previous_token/state": ("features", "hidden"),
+        "previous_token/token": ("features", "hidden"),
+        "previous_token/out": ("hidden", "features"),
     }
 )
 """Axis names by the end of a parameter's path. Under ``layers`` an axis of layers comes first,

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from rich.table import Table
 from wedlm_jax.host.atomic import check_writable, write_json
 
 T = TypeVar("T")
+
+FILE_WIDTH = 150
+"""The width of tables where there is no terminal."""
 
 
 def status(title: str) -> Status:
@@ -51,6 +55,13 @@ def milliseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def table_console() -> Console:
+    """Returns a console for tables. A file or a pipe has room for whole columns."""
+    return Console(
+        highlight=False, markup=False, width=None if sys.stdout.isatty() else FILE_WIDTH
+    )
+
+
 class Report:
     """Prints tables and writes figures as they come.
 
@@ -63,7 +74,7 @@ class Report:
             check_writable(Path(output), "--output")
         self._output = output
         self._figures: dict[str, Any] = {"machine": machine()}
-        self._console = Console(highlight=False, markup=False)
+        self._console = table_console()
 
     def add(self, name: str, records: Iterable[Any], shown: Table | str | None = None) -> None:
         """Writes records, dataclasses or mappings, under a name; prints what is shown of them."""

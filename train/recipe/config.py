@@ -30,7 +30,7 @@ from wedlm_jax.errors import InputError, nearest
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.distillation import DISTANCES
 from wedlm_jax.model.layers import POLICIES
-from wedlm_jax.model.lora import TARGETS
+from wedlm_jax.model.lora import PREVIOUS_RANK, TARGETS
 from wedlm_jax.params import MODES
 
 AUTO = "auto"
@@ -67,6 +67,11 @@ class DrafterSection:
     windows: int = field(0, "windows behind each row; 0: half as many masks as tokens", least=0)
     init_from: str | None = field(
         None, "folder of a drafter whose adapters are trained on; its windows may be others"
+    )
+    previous_rank: int = field(
+        PREVIOUS_RANK,
+        "hidden units of the head that corrects a mask by the token before it; 0: no such head",
+        least=0,
     )
     distance: str = field(
         "kl",

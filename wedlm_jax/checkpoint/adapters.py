@@ -6,7 +6,8 @@ model can. Nothing is written, and no merged copy is kept.
 
 A drafter's act on masks only, so they must not be merged. That, how wide the windows were that they
 were trained on, and a digest of the model that they belong to stand in the configuration under
-``wedlm``, of which PEFT's tools know nothing; a mask's embedding is one more tensor.
+``wedlm``, of which PEFT's tools know nothing; a mask's embedding and the previous-token head are
+more tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
 from wedlm_jax.sharding import tree_shardings
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-EMBEDDING = "base_model.model.mask_embedding"
 
 NAME = re.compile(r"base_model\.model\.(?P<owner>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 
@@ -244,6 +244,7 @@ def save_drafter(
                 "wedlm": {
                     "rows": lora.rows,
                     "window_size": lora.window_size,
+                    "previous_rank": lora.previous_rank,
                     "base_digest": base_digest(base),
                 },
             }
@@ -313,7 +314,7 @@ def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
 def _stored_names(path: tuple[Any, ...], shape: tuple[int, ...]) -> list[str]:
     """Returns PEFT's names of an adapter's matrices, one for each layer that a parameter has."""
     if path[0] != "layers":
-        return [EMBEDDING]
+        return [f"base_model.model.{'.'.join(path)}"]
     _, *owner, _, part = path
     layers = [owner.pop(0)] if isinstance(owner[0], int) else range(shape[0])
     rest = f"{'.'.join(owner)}.lora_{part.upper()}.weight"
@@ -338,6 +339,5 @@ def read_drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
             "that it was trained beside"
         )
     known = tuple(name for name in TARGETS if name in targets)
-    return LoraConfig(
-        int(rank), float(content["lora_alpha"]), known, "masked", int(ours.get("window_size", 0))
-    )
+    numbers = (int(ours.get(name, 0)) for name in ("window_size", "previous_rank"))
+    return LoraConfig(int(rank), float(content["lora_alpha"]), known, "masked", *numbers)

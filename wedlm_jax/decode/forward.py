@@ -21,6 +21,7 @@ from wedlm_jax.attention.ragged import (
     write_pages,
 )
 from wedlm_jax.decode import paper, verified
+from wedlm_jax.decode.chain import Candidates, chained_drafts, likeliest
 from wedlm_jax.decode.logits import TokenUse, adjusted_logits, token_logits
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs, token_logprobs
 from wedlm_jax.decode.options import Options, Traits, Vocabulary
@@ -65,11 +66,13 @@ class Predictions(NamedTuple):
       tokens: int32.
       entropies: float32, in nats.
       logprobs: log-probabilities of the tokens; None where no sequence asks for them.
+      candidates: ``[N, P+1, C]``; None unless the model has a previous-token head.
     """
 
     tokens: Array
     entropies: Array
     logprobs: Logprobs | None
+    candidates: Candidates | None
 
 
 def no_hidden_states(model: Transformer, program: Program) -> Array:
@@ -159,7 +162,13 @@ def predict(
         jnp.zeros(rows, jnp.int32),
         jnp.zeros(rows, jnp.float32),
         empty_logprobs((rows,), MOST_LOGPROBS) if program.traits.logprobs else None,
+        None,
     )
+    chained = model.previous_token is not None and program.traits.window
+    if chained:
+        none = jax.eval_shape(likeliest, jnp.zeros((rows, model.config.vocab_size)))
+        candidates = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), none)
+        empty = empty._replace(candidates=candidates)
 
     def run(size: int, start: Array, out: Predictions) -> Predictions:
         head = _head_rows(state, options, has_row, starts, start, size)
@@ -173,7 +182,13 @@ def predict(
 
     predictions = in_parts(program.sizes.head, count, run, empty)
     index = jnp.maximum(rank, 0)
-    return jax.tree.map(lambda x: _where_row(has_row, x[index]), predictions)
+    found: Predictions = jax.tree.map(lambda x: _where_row(has_row, x[index]), predictions)
+    if found.candidates is None:
+        return found
+    drafts = chained_drafts(
+        model, state, hidden, plan, options, found.tokens, found.entropies, found.candidates
+    )
+    return found._replace(tokens=drafts[0], entropies=drafts[1], candidates=None)
 
 
 def _where_row(has_row: Array, values: Array) -> Array:
@@ -231,4 +246,5 @@ def _guess(
     logprobs = token_logprobs(raw, tokens, MOST_LOGPROBS) if traits.logprobs else None
     needed = traits.window or traits.traced
     entropies = entropy(logits) if needed else jnp.zeros(head.slot.shape, jnp.float32)
-    return Predictions(tokens, entropies, logprobs)
+    chained = model.previous_token is not None and traits.window
+    return Predictions(tokens, entropies, logprobs, likeliest(logits) if chained else None)

@@ -49,10 +49,33 @@ def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: Hea
     """
     if options.temperature is None:
         return largest(logits)
+    return sample(*_sampling(logits, state, options, rows))
+
+
+def choose_candidates(
+    logits: Array, tokens: Array, state: DecodeState, options: Options, rows: HeadRows
+) -> Array:
+    """Returns the token chosen from each row's candidates, int32 ``[R]``. A token has the random
+    number that it has in `choose_tokens`; limits apply within the candidates.
+
+    Args:
+      logits: float32 ``[R, C]``.
+      tokens: int32 ``[R, C]``, the tokens that they belong to.
+    """
+    if options.temperature is None:
+        chosen = largest(logits)
+    else:
+        chosen = sample_at_once(*_sampling(logits, state, options, rows), tokens)
+    return jnp.take_along_axis(tokens, chosen[:, None], axis=1)[:, 0]
+
+
+def _sampling(
+    logits: Array, state: DecodeState, options: Options, rows: HeadRows
+) -> tuple[Array, Array, Array, Limits | None]:
+    """Returns the arguments of `sample` for logits ``[R, ...]``."""
+    assert options.temperature is not None
     temperature = options.temperature[rows.sequence]
     divisor = jnp.where(temperature > 0, jnp.maximum(temperature, COLDEST), 1.0)
-    logits = logits / divisor[:, None]
-    keys = random_keys(state, options, rows)
     limits = None
     if options.top_p is not None:
         assert options.top_k is not None
@@ -62,7 +85,8 @@ def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: Hea
             options.top_p[rows.sequence],
             options.min_p[rows.sequence],
         )
-    return sample(logits, keys, temperature > 0, limits)
+    keys = random_keys(state, options, rows)
+    return logits / divisor[:, None], keys, temperature > 0, limits
 
 
 class Limits(NamedTuple):
@@ -84,10 +108,12 @@ def sample(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> A
     )
 
 
-def sample_at_once(logits: Array, keys: Array, drawn: Array, limits: Limits | None) -> Array:
-    """Computes `sample` for all rows together."""
+def sample_at_once(
+    logits: Array, keys: Array, drawn: Array, limits: Limits | None, tokens: Array | None = None
+) -> Array:
+    """Computes `sample` for all rows together, or for logits ``[R, C]`` of some ``tokens``."""
     kept = logits if limits is None else truncate(logits, *limits)
-    noise = jnp.where(drawn[:, None], gumbel(keys, logits.shape[-1]), 0.0)
+    noise = jnp.where(drawn[:, None], gumbel(keys, logits.shape[-1], tokens), 0.0)
     # The Gumbel-max trick: the argmax of logits plus Gumbel noise is a sample of their softmax.
     return largest(kept + noise)
 
@@ -241,9 +267,10 @@ def random_key(seed: Array, *names: Array) -> Array:
     return key
 
 
-def gumbel(keys: Array, size: int) -> Array:
+def gumbel(keys: Array, size: int, places: Array | None = None) -> Array:
     """Returns Gumbel noise, float32 ``[R, size]``: for each of ``keys [R]`` the numbers of
-    ``jax.random.gumbel(key, (size,))``, but many times faster on a CPU.
+    ``jax.random.gumbel(key, (size,))``, or those at ``places [R, size]`` of a longer array, but
+    many times faster on a CPU.
 
     On a CPU JAX computes its random bits (Threefry-2x32, Salmon et al., 2011) in rolled loops,
     whose arrays go through memory in every iteration. Unrolled, it is a single loop over the
@@ -252,6 +279,8 @@ def gumbel(keys: Array, size: int) -> Array:
     words = jax.random.key_data(keys)
     # With this constraint each device computes the noise for its own part of the vocabulary.
     number = constrain(jnp.arange(size, dtype=jnp.uint32)[None], None, "vocab")
+    if places is not None:
+        number = places.astype(jnp.uint32)
     bits = _threefry(words[:, :1], words[:, 1:], number)
     # 23 random bits as the fraction of a float32 in [1, 2).
     from_1 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)

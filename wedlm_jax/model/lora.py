@@ -21,11 +21,15 @@ from jax import Array
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.layers import Linear, normal
+from wedlm_jax.model.previous_token import PreviousTokenHead
 from wedlm_jax.model.quantization import left_product, product
 from wedlm_jax.model.transformer import Transformer, abstract_model
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The matrices of a layer that can have adapters."""
+
+PREVIOUS_RANK = 256
+"""The hidden units of a drafter's previous-token head, unless a recipe says otherwise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,7 @@ class LoraConfig:
       rows: "all", or "masked" for adapters that act on masks only; masks then also have a trained
         embedding, and rows of text stay the unchanged model's, bit for bit.
       window_size: with "masked", masks of the windows that they are trained on.
+      previous_rank: with "masked", hidden units of a `PreviousTokenHead`; 0 for none.
     """
 
     rank: int
@@ -46,6 +51,7 @@ class LoraConfig:
     targets: tuple[str, ...] = TARGETS
     rows: str = "all"
     window_size: int = 0
+    previous_rank: int = 0
 
     @property
     def scale(self) -> float:
@@ -96,6 +102,9 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
         config = model.config
         mask = normal(rngs, (config.hidden_size,), config.initializer_range, jnp.dtype("float32"))
         model.mask_embedding = nnx.data(nnx.LoRAParam(mask))
+        if lora.previous_rank:
+            head = PreviousTokenHead(config.hidden_size, lora.previous_rank, rngs)
+            model.previous_token = nnx.data(head)
         model.config = dataclasses.replace(config, has_drafter=True)
     model.lora = lora
     return model

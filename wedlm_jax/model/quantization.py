@@ -61,6 +61,14 @@ def _dot(x: Any, y: Any, x_axis: int, y_axis: int, dtype: Any) -> Array:
     return result if dtype is None else result.astype(dtype)
 
 
+def matrix_rows(matrix: Any, rows: Array, dtype: Any) -> Array:
+    """Returns some ``rows`` of a matrix ``[out, in]`` that may be quantized, in ``dtype``."""
+    if not is_quantized(matrix):
+        taken: Array = matrix[rows]
+        return taken.astype(dtype)
+    return (matrix.qvalue[rows] * matrix.scale[rows]).astype(dtype)
+
+
 def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
     """Returns ``matrix [out, in] @ x [in, T]`` for a matrix that may be quantized; computed in the
     dtype of ``x``, accumulated and returned in ``dtype``.

@@ -35,7 +35,7 @@ from wedlm_jax.model.layers import (
     looked_up,
     normal,
 )
-from wedlm_jax.model.quantization import left_product, product
+from wedlm_jax.model.quantization import left_product, matrix_rows, product
 from wedlm_jax.model.rope import held, rope_tables
 from wedlm_jax.sharding import constrain
 
@@ -131,6 +131,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.lora: Any = None  # or the `wedlm_jax.model.lora.LoraConfig` of its adapters
         self.mask_embedding: Any = None  # or, with adapters on masks, the embedding of a mask
+        self.previous_token: Any = None  # or, beside it, a `PreviousTokenHead`
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
@@ -280,6 +281,24 @@ class Transformer(nnx.Module):
         indices = jnp.arange(self.config.num_hidden_layers)
         start = tuple(part.x for part in parts), carry
         return jax.lax.scan(turn, start, (stacked, indices), unroll=unroll)[0]
+
+    def correction(self, hidden: Array, before: Array) -> Array:
+        """Returns what a previous-token head adds to masks' final hidden states ``[..., D]``, given
+        the tokens before them, int32 ``[...]``."""
+        embedded = looked_up(self.embed_tokens[...], before, hidden.dtype)
+        correction: Array = self.previous_token(hidden, embedded)
+        return correction
+
+    def logit_corrections(self, hidden: Array, before: Array, tokens: Array) -> Array:
+        """Returns what `correction` adds to the logits of ``tokens [N, C]``, float32 ``[N, C]``.
+
+        Args:
+          hidden: ``[N, D]``.
+          before: int32 ``[N]``.
+        """
+        rows = matrix_rows(self.head_matrix(), tokens, hidden.dtype)
+        change = self.correction(hidden, before)
+        return jnp.einsum("ncd,nd->nc", rows, change, preferred_element_type=jnp.float32)
 
     def head_matrix(self) -> Array:
         """Returns the output projection ``[V, D]``, or the embedding if the two are tied."""
