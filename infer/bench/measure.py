@@ -57,9 +57,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 def table_console() -> Console:
     """Returns a console for tables. A file or a pipe has room for whole columns."""
-    return Console(
-        highlight=False, markup=False, width=None if sys.stdout.isatty() else FILE_WIDTH
-    )
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
 
 
 class Report:

@@ -21,9 +21,14 @@ from wedlm_jax.decode.sampling import choose_candidates
 from wedlm_jax.decode.spans import SpanPlan
 from wedlm_jax.decode.state import DecodeState, HeadRows, is_mask
 from wedlm_jax.model import Transformer
+from wedlm_jax.sharding import constrain
 
 CANDIDATES = 32
 """C, the tokens of a mask that a draft is chosen from."""
+
+GROUPS = 128
+"""Of how many groups of tokens the best are candidates. The vocabularies of the published models
+are multiples of it."""
 
 
 class Candidates(NamedTuple):
@@ -39,10 +44,23 @@ class Candidates(NamedTuple):
 
 
 def likeliest(logits: Array) -> Candidates:
-    """Returns the candidates of ``logits [R, V]``."""
-    values, tokens = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[-1]))
+    """Returns the candidates of ``logits [R, V]``: the best of the best of `GROUPS` groups.
+
+    Token v is in group v mod `GROUPS`, so tokens that are likely together are rarely in one group.
+    Two passes over the logits find the best of the groups, on each device for its own part of the
+    vocabulary; a search for the very C likeliest tokens would sort, or gather all logits.
+    """
+    vocab = logits.shape[-1]
+    groups = min(GROUPS, vocab)
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab % groups)), constant_values=-jnp.inf)
+    by_group = constrain(padded.reshape(len(logits), -1, groups), None, "vocab", None)
+    best = by_group.max(axis=1)
+    number = jnp.arange(by_group.shape[1], dtype=jnp.int32)[:, None]
+    at = jnp.where(by_group == best[:, None], number, by_group.shape[1] - 1).min(axis=1)
+    values, group = jax.lax.top_k(best, min(CANDIDATES, groups))
+    tokens = jnp.take_along_axis(at, group, axis=1) * groups + group
     total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return Candidates(tokens.astype(jnp.int32), values - total)
+    return Candidates(jnp.minimum(tokens, vocab - 1).astype(jnp.int32), values - total)
 
 
 def chained_drafts(
@@ -88,10 +106,11 @@ def chained_drafts(
     place = first[:, None] + offsets
     is_drafted = (place < state.active[:, None]) & plan.window[:, None]
     place = jnp.where(is_drafted, place, slots + 1)
-    return tuple(
-        old.at[sequence[:, None], place].set(new.T, mode="drop")
-        for old, new in zip((tokens, entropies), chosen, strict=True)
-    )
+
+    def put(old: Array, new: Array) -> Array:
+        return old.at[sequence[:, None], place].set(new.T, mode="drop")
+
+    return put(tokens, chosen[0]), put(entropies, chosen[1])
 
 
 def _entropy(logits: Array, before: Array) -> Array:

@@ -4,15 +4,21 @@ vocabulary."""
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples.decode import BATCH, TINY, Case, run, small_engine
 from tests.examples.windows import SLOTS, VOCAB, options_of, sequences, state_of
 from wedlm_jax.decode import chain
 from wedlm_jax.decode.chain import chained_drafts, likeliest
 from wedlm_jax.decode.sampling import choose_tokens, entropy
 from wedlm_jax.decode.spans import SpanPlan
 from wedlm_jax.decode.state import HeadRows
+from wedlm_jax.model import Transformer
+from wedlm_jax.model.lora import LoraConfig, with_adapters
+from wedlm_jax.params import SamplingParams
 
 COUNT = 3
 
@@ -65,9 +71,7 @@ def chained(state, options, plan, logits, tokens, of_pair, of_place):
 def test_each_draft_follows_the_draft_before_it(some, seed):
     model = Pairs(seed)
     state, options, plan, logits, tokens = forward(some, seed)
-    drafts, entropies = chained(
-        state, options, plan, logits, tokens, model.of_pair, model.of_place
-    )
+    drafts, entropies = chained(state, options, plan, logits, tokens, model.of_pair, model.of_place)
     expected, uncertain = np.array(tokens), np.full(tokens.shape, 7.0, np.float32)
     for i, one in enumerate(some):
         masks = [slot for slot, token in enumerate(one.window) if token is None]
@@ -91,3 +95,44 @@ def test_other_tokens_than_the_candidates_count_as_one(monkeypatch):
     np.testing.assert_allclose(jnp.exp(found.logprobs), [[0.5, 0.25]], rtol=1e-6)
     uncertain = chain._entropy(found.logprobs, found.logprobs)
     np.testing.assert_allclose(uncertain, 1.5 * np.log(2.0), rtol=1e-6)
+
+
+def test_candidates_are_the_best_of_groups():
+    """Of 300 tokens; 7, 135 and 263 are in one group."""
+    logits = jnp.arange(300.0)[None].at[0, 7].set(1000.0)
+    tokens = np.asarray(likeliest(logits).tokens[0])
+    expected = [7, *(token for token in range(299, 268, -1) if token % chain.GROUPS != 7)]
+    np.testing.assert_array_equal(tokens, expected)
+    alone = likeliest(jnp.full((1, 300), -jnp.inf).at[0, 299].set(2.0))
+    assert alone.tokens[0, 0] == 299
+    np.testing.assert_array_equal(alone.logprobs[0, :2], [0.0, -np.inf])
+
+
+# --- A text in which each token depends on the token before it alone -------------------------
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Its layers do nothing, and its previous-token head does what its rows of text do: silu(x) -
+    silu(-x) = x, so the head adds the token's embedding, scaled as the final norm scales it. A mask
+    on its own predicts every token alike."""
+    model = Transformer(TINY, rngs=nnx.Rngs(3))
+    lora = LoraConfig(rank=2, alpha=2.0, rows="masked", previous_rank=2 * TINY.hidden_size)
+    model = with_adapters(model, lora, nnx.Rngs(0))
+    for linear in (model.layers.self_attn.o_proj, model.layers.mlp.down_proj):
+        linear.weight[...] = jnp.zeros_like(linear.weight[...])
+    head, one = model.previous_token, jnp.eye(TINY.hidden_size)
+    model.mask_embedding[...] = jnp.zeros(TINY.hidden_size)
+    head.state[...] = jnp.zeros_like(head.state[...])
+    head.token[...], head.out[...] = jnp.concatenate([one, -one]), jnp.hstack([one, -one])
+    return small_engine(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 3, "seed": 5}], ids=str
+)
+def test_where_the_token_before_is_all_that_counts_every_draft_is_right(engine, options):
+    params = SamplingParams(max_tokens=17, draft_budget=1000.0, ignore_eos=True, **options)
+    results = run(engine, [Case((3, n), params, 4) for n in range(5, 5 + BATCH)])
+    # The first forward has no drafts yet; the others commit three, and the token after them.
+    assert [one.num_forwards for one in results] == [1 + 16 // 4] * BATCH

@@ -1,5 +1,7 @@
 """Adapters beside frozen matrices: a model that begins as it was, and its merged twin."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.model.lora import TARGETS, LoraConfig, merged, merged_weight, with_adapters
+from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.sharding import parameter_axes
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "down_proj"))
@@ -122,3 +125,23 @@ def test_where_all_rows_are_masks_they_are_adapters_of_all_rows():
     same.embed_tokens[...] = table
     is_mask = jnp.ones(8, bool)
     np.testing.assert_allclose(flat(drafter, is_mask), flat(same, ~is_mask), atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["stacked", "apart", "int8"])
+def test_corrections_of_some_logits_are_those_of_all(how):
+    model = trained(dataclasses.replace(DRAFTER, previous_rank=5))
+    model = with_layers_apart(model) if how == "apart" else model
+    model = quantize_weights(model) if how == "int8" else model
+    random = np.random.default_rng(4)
+    states = jnp.asarray(random.normal(size=(6, 12)), jnp.float32)
+    before, tokens = (jnp.asarray(random.integers(0, 97, shape)) for shape in (6, (6, 9)))
+    after = model.logits(states + model.correction(states, before)) - model.logits(states)
+    expected = jnp.take_along_axis(after, tokens, axis=1)
+    np.testing.assert_allclose(
+        model.logit_corrections(states, before, tokens), expected, rtol=1e-4, atol=2e-3
+    )
+
+
+def test_a_new_previous_token_head_corrects_nothing():
+    model = adapted(dataclasses.replace(DRAFTER, previous_rank=5))
+    np.testing.assert_array_equal(model.correction(jnp.ones((3, 12)), jnp.arange(3)), 0)
