@@ -436,8 +436,8 @@ class LLM:
           InputError: the drafts are not available; the message says why.
         """
         settings = self.engine.settings
-        most = {"masks": settings.window, "lookup": settings.lookup}.get(params.draft)
-        if params.mode != "verified" or most != 0:
+        most = {"masks": settings.window, "both": settings.window, "lookup": settings.lookup}
+        if params.mode != "verified" or most.get(params.draft) != 0:
             return
         if self.engine.config.knows_masks or params.draft == "lookup":
             raise InputError(f"draft: {params.draft} needs a window_size above 0")

@@ -35,7 +35,7 @@ MOST_SAMPLES = 128
 
 MODES = ("paper", "verified", "ar")
 DEFAULT_MODE = "verified"
-DRAFTS = ("auto", "lookup", "masks", "none")
+DRAFTS = ("auto", "both", "lookup", "masks", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,8 +243,9 @@ class SamplingParams:
         Option(
             "where drafts of mode verified come from, which does not change the tokens. masks: a "
             "model that was trained on masks fills them in. lookup: copied from where the last "
-            "tokens stand earlier in the text. none: no drafts, as in mode ar. auto: masks if the "
-            "model knows them, else lookup where it saves time; with window_size auto both",
+            "tokens stand earlier in the text. both: masks, and where none of them drafts, copies "
+            "that save time. none: no drafts, as in mode ar. auto: masks if the model knows them, "
+            "else lookup where it saves time",
             choices=DRAFTS,
         ),
     ] = "auto"

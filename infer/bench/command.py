@@ -90,7 +90,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "draft": (
         "where drafts come from, one or more, beside AR; identity without it: masks, or lookup and "
         "auto for a model that was not trained on masks",
-        {"nargs": "+", "choices": ("masks", "lookup", "auto")},
+        {"nargs": "+", "choices": ("masks", "lookup", "both", "auto")},
     ),
     "rival": (
         "another library's AR on the same weights; in drafts its prompt lookup, too, one at a time",

@@ -69,7 +69,8 @@ class WindowChoice:
     def lookup(self, request: Request) -> int:
         """Returns the most drafts that are copied from a request's text."""
         params = request.params
-        copies = params.draft == "lookup" or (params.draft == "auto" and not self.widest(request))
+        copies = params.draft in ("lookup", "both")
+        copies |= params.draft == "auto" and not self.widest(request)
         # A window of 0 makes a request autoregressive.
         return self._lookup if params.mode == "verified" and copies and request.window != 0 else 0
 

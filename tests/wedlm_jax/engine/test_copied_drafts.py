@@ -28,25 +28,12 @@ from wedlm_jax.params import DRAFTS, SamplingParams
 LOOKUP = 5
 
 
-def may_copy(request):
-    params = request.params
-    return params.mode == "verified" and params.draft in ("auto", "lookup") and request.window != 0
-
-
-class EveryDraft(WindowChoice):
-    """Copies drafts into windows of masks, too."""
-
-    def lookup(self, request):
-        return self._lookup if may_copy(request) else 0
-
-
 @pytest.fixture(scope="module")
 def engine(tiny_model):
     """Pages for little more than one sequence of full length: among several, some are preempted."""
     engine = small_engine(tiny_model, [], lookup=LOOKUP, num_pages=24, deterministic=True)
-    engine.windows = EveryDraft(4, LOOKUP)
-    engine.scheduler = engine._new_scheduler()
-    engine.expect(EVERYTHING)
+    copying = SamplingParams(draft="lookup")
+    engine.expect([*EVERYTHING, dataclasses.replace(copying, draft="both"), copying])
     return engine
 
 
@@ -93,7 +80,7 @@ def assert_counts_fit(case, result):
     assert drafts.lookup_accepted <= drafts.lookup
     if draft in ("lookup", "none"):
         assert drafts.masks == 0
-    if draft in ("masks", "none"):
+    if draft in ("auto", "masks", "none"):
         assert drafts.lookup == 0
     # Each forward commits a choice of its own, and drafts.
     accepted = drafts.masks_accepted + drafts.lookup_accepted
@@ -116,6 +103,17 @@ def test_a_loop_takes_few_forwards_and_all_is_counted(engine):
         assert result.num_token_instances == result.num_forwards + result.drafts.lookup
     new = Drafts(*(b - a for a, b in zip(before, engine.device.drafts, strict=True)))
     assert new == Drafts(lookup=45, lookup_accepted=45)
+
+
+@pytest.mark.parametrize(("budget", "masks"), [(0.0, False), (1000.0, True)])
+def test_copies_fill_windows_in_which_no_mask_drafts(engine, budget, masks):
+    sizes = engine.settings.program(engine.everything).sizes.tokens
+    engine.device.costs = CostTable(sizes, [1.0 for _ in sizes])
+    params = dataclasses.replace(LOOPING, draft="both", draft_budget=budget)
+    (result,) = run(engine, [Case((5, 5, 5, 5), params, 4)])
+    assert result.token_ids == [5] * 20
+    assert (result.drafts.masks > 0) == masks
+    assert result.drafts.lookup_accepted > 0 or masks
 
 
 def test_what_is_cut_off_is_not_counted(engine):
@@ -173,7 +171,7 @@ def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model):
         return choice.lookup(Request(0, [5], SamplingParams(**params), window))
 
     assert copies() == 0
-    assert copies(draft="lookup") == LOOKUP
+    assert copies(draft="lookup") == copies(draft="both") == LOOKUP
     assert copies(0, draft="lookup") == 0
     assert copies(mode="ar", draft="lookup") == copies(mode="paper", draft="lookup") == 0
     choice = WindowChoice(0, LOOKUP)
