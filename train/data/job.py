@@ -423,8 +423,9 @@ class PartFolders:
 def _nothing(counts: Counts) -> str:
     if not counts.malformed:
         return "the input has no records"
-    worst = max(counts.reasons, key=lambda reason: counts.reasons[reason]["records"])
+    worst, found = max(counts.reasons.items(), key=lambda item: item[1]["records"])
+    detail = f" ({found['detail']})" if found["detail"] else ""
     return (
         f"no record of {counts.records:,} can be used; most often: {worst}, "
-        f"as in {counts.reasons[worst]['first'][0]}"
+        f"as in {found['first'][0]}{detail}"
     )

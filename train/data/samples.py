@@ -152,7 +152,7 @@ class SampleMaker:
                 malformed.append(Malformed(chunk.file.shown, line, *wrong.args))
         for what in malformed:
             place = f"{what.file}:{what.line}" if what.line else what.file
-            first = {"records": 1, "first": [place]}
+            first = {"records": 1, "first": [place], "detail": what.detail}
             counts.add(Counts(malformed=1, reasons={what.reason: first}))
         texts = [one for one in made if isinstance(one, str)]
         documents = iter(self.tokenizer.encode_batch_fast(texts)) if texts else iter(())
@@ -180,6 +180,8 @@ class SampleMaker:
         keys = [key for key in known if _has(record, key)]
         if not keys:
             missing = f"no {known[0]!r}" if len(known) == 1 else f"none of {', '.join(known)}"
+            if known == ["prompt_token_ids"]:
+                missing += ", which `wedlm generate --prompt-token-ids` writes"
             raise Wrong("missing key", missing)
         if len(keys) > 1:
             raise Wrong("several formats", f"{' and '.join(keys)}; choose one with --format")

@@ -80,7 +80,8 @@ class Counts:
                 name = OTHERS
             self.unread_keys[name] = self.unread_keys.get(name, 0) + records
         for reason, found in other.reasons.items():
-            known = self.reasons.setdefault(reason, {"records": 0, "first": []})
+            none = {"records": 0, "first": [], "detail": found["detail"]}
+            known = self.reasons.setdefault(reason, none)
             known["records"] += found["records"]
             known["first"] = [*known["first"], *found["first"]][:FIRST_NAMED]
 
@@ -106,7 +107,8 @@ class Manifest:
       rows: packed rows.
       tokens, trainable_tokens: in the rows, without padding.
       fill: tokens / (rows * row_length).
-      malformed: records left out; reasons: how many for each, and where the first ones stand.
+      malformed: records left out; reasons: how many for each, where the first ones stand, and what
+        is particular to the very first.
       made_with: the settings that decided the rows.
       content: SHA-256 of all rows in order.
       shards: the files in order.

@@ -97,10 +97,9 @@ def test_every_token_is_in_the_rows_and_every_bad_record_in_the_list(inputs, mad
         ("d.jsonl", 0, "the file is empty"),
     ]
     assert manifest.malformed == 4
-    assert manifest.reasons["wrong type"] == {
-        "records": 2,
-        "first": [f"{inputs / 'a.jsonl'}:31", f"{inputs / 'a.jsonl'}:33"],
-    }
+    found = manifest.reasons["wrong type"]
+    assert found["records"] == 2
+    assert found["first"] == [f"{inputs / 'a.jsonl'}:31", f"{inputs / 'a.jsonl'}:33"]
     assert manifest.records == 30 + 3 + 10 + 20 + 1 + 1
     assert sum(shard.rows for shard in manifest.shards) == manifest.rows == len(rows)
     assert [shard.file for shard in manifest.shards][:1] == [
@@ -191,6 +190,9 @@ def test_an_input_without_a_usable_record_is_refused(tmp_path):
         InputError, match=r"no record of 3 can be used; most often: wrong type, as in .*:1"
     ):
         tokenised([bad], tmp_path / "rows")
+    kept = write_jsonl(tmp_path / "kept.jsonl", [{"token_ids": [5, 6]}])
+    with pytest.raises(InputError, match=r"kept.jsonl:1 \(no 'prompt_token_ids', which `wedlm"):
+        tokenised([kept], tmp_path / "rows", format="completions")
     assert not (tmp_path / "rows").exists()
 
 
