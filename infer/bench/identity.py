@@ -54,12 +54,12 @@ def compare_identity(
     reports AR's own figures first.
 
     Args:
-      options: parsed options; ``draft`` "masks" stands for the windows, the others for drafts from
-        the text, and None for what the model knows; ``prompts`` counts those of all regimes.
+      options: parsed options; ``draft`` "masks" and "both" use the windows, the others copy from
+        the text, and None is what the model knows; ``prompts`` counts those of all regimes.
     """
     ways = _ways(options["window_size"], options["draft"], masks=subject.config.knows_masks)
     if not ways:
-        raise InputError("--draft masks: the model was not trained on masks")
+        raise InputError(f"--draft {options['draft'][0]}: the model was not trained on masks")
     by_turns = (one for some in itertools.zip_longest(*regimes.values()) for one in some if one)
     asked = [subject.ask(one) for one in itertools.islice(by_turns, options["prompts"])]
     params = SamplingParams(
