@@ -76,8 +76,9 @@ def test_a_model_is_a_folder_or_a_recipe(tmp_path):
 
 def test_a_drafter_is_a_folder_or_a_recipe(tmp_path):
     recipe = read_drafter(str(ROOT / "configs" / "drafter.yaml"))
-    assert recipe == LoraConfig(32, 64, rows="masked")
+    assert recipe == LoraConfig(32, 64, rows="masked", previous_rank=256)
     config = {"r": 32, "lora_alpha": 64, "target_modules": list(recipe.targets)}
+    config["wedlm"] = {"previous_rank": 256}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     assert read_drafter(str(tmp_path)) == recipe
     with pytest.raises(InputError, match="neither a drafter's folder nor a recipe"):

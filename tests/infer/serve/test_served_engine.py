@@ -40,7 +40,7 @@ def own_server(tiny):
         yield server
         server.wait_until_idle()
         # The engine is every test's: a program that comes late would be the next one's.
-        server.wait(lambda: not server.service.engine.programs.is_compiling)
+        server.wait(lambda: not server.service.engine.programs.is_compiling, seconds=120)
 
 
 def ask(server, timeout=60, **fields):
