@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from infer.bench.measure import Report, status, table
-from infer.bench.speeds import AR, OF_MASKS, Way, completions_of, draft_ways, window_ways
+from infer.bench.speeds import AR, Way, completions_of, draft_ways, window_ways
 from infer.bench.subject import Regimes, Subject, forget_programs
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.config import MOST_LOOKUP
@@ -106,12 +106,13 @@ def _agreements(
 def _ways(windows: Sequence[int | str], drafts: Sequence[str] | None, *, masks: bool) -> list[Way]:
     drafts = (["masks"] if masks else ["lookup", "auto"]) if drafts is None else drafts
     drafting = window_ways([window for window in windows if window], ["verified"])
-    ways = [
-        way._replace(name=f"{way.name}, {draft}", lookup=MOST_LOOKUP, draft=draft)
-        for draft in OF_MASKS
-        for way in drafting
-        if masks and draft in drafts
-    ]
+    ways = []
+    if masks and "masks" in drafts:
+        ways += [way._replace(draft="masks") for way in drafting]
+    if masks and "both" in drafts:
+        ways += [
+            Way(f"{way.name}, both", way.window, MOST_LOOKUP, draft="both") for way in drafting
+        ]
     # Without windows: what is copied alone.
     return ways + draft_ways(drafts, masks=False)[1:]
 

@@ -24,7 +24,7 @@ from wedlm_jax.host.atomic import check_writable, write_json
 T = TypeVar("T")
 
 FILE_WIDTH = 150
-"""The width of tables where there is no terminal."""
+"""Columns of a table that is printed to a file or a pipe, so that no heading is cut."""
 
 
 def status(title: str) -> Status:
@@ -55,11 +55,6 @@ def milliseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def table_console() -> Console:
-    """Returns a console for tables. A file or a pipe has room for whole columns."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else FILE_WIDTH)
-
-
 class Report:
     """Prints tables and writes figures as they come.
 
@@ -72,7 +67,8 @@ class Report:
             check_writable(Path(output), "--output")
         self._output = output
         self._figures: dict[str, Any] = {"machine": machine()}
-        self._console = table_console()
+        width = None if sys.stdout.isatty() else FILE_WIDTH
+        self._console = Console(highlight=False, markup=False, width=width)
 
     def add(self, name: str, records: Iterable[Any], shown: Table | str | None = None) -> None:
         """Writes records, dataclasses or mappings, under a name; prints what is shown of them."""

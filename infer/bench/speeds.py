@@ -47,9 +47,6 @@ class Way(NamedTuple):
 
 AR = Way("AR", 0, draft="none")
 
-NAMES = {"masks": "masks", "lookup": "lookup, always", "both": "both", "auto": "auto"}
-OF_MASKS = ("masks", "both")
-
 
 def window_ways(windows: Sequence[int | str], modes: Sequence[str]) -> list[Way]:
     """Lists each window in each mode; AR, which knows no modes, once and first."""
@@ -64,9 +61,10 @@ def draft_ways(drafts: Sequence[str], *, masks: bool) -> list[Way]:
     Args:
       masks: whether the model was trained on them; one that was not has none that draft.
     """
+    names = {"masks": "masks", "lookup": "lookup, always", "both": "both", "auto": "auto"}
     window = "auto" if masks else 0
-    chosen = [draft for draft in drafts if masks or draft not in OF_MASKS]
-    return [AR] + [Way(NAMES[draft], window, MOST_LOOKUP, draft=draft) for draft in chosen]
+    chosen = [draft for draft in drafts if masks or draft not in ("masks", "both")]
+    return [AR] + [Way(names[draft], window, MOST_LOOKUP, draft=draft) for draft in chosen]
 
 
 @dataclasses.dataclass(frozen=True)

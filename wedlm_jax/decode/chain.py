@@ -1,9 +1,9 @@
-"""Drafts that follow one another: the masks of a window, corrected from left to right.
+"""Chooses the drafts of a window from left to right, each with the draft before it known.
 
-Masks are computed together and so do not see each other's drafts. A drafter with a previous-token
-head (`wedlm_jax.model.previous_token`) knows what the draft before a mask says about the mask's
-own. That takes one step for each mask, so it is done for the likeliest tokens alone: a step then
-reads C rows of the output projection per sequence instead of all V.
+Masks are computed together and so do not see each other's drafts. A drafter with a
+`wedlm_jax.model.lora.PreviousTokenHead` corrects each mask by the draft before it. That takes one
+step for each mask, so only a mask's likeliest tokens are considered: a step then reads C rows of
+the output projection per sequence instead of all V.
 
 Drafts never change the text (`wedlm_jax.decode.verified`), so what this misses costs speed alone.
 """

@@ -164,8 +164,7 @@ def predict(
         empty_logprobs((rows,), MOST_LOGPROBS) if program.traits.logprobs else None,
         None,
     )
-    chained = model.previous_token is not None and program.traits.window
-    if chained:
+    if is_chained(model, program):
         none = jax.eval_shape(likeliest, jnp.zeros((rows, model.config.vocab_size)))
         candidates = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), none)
         empty = empty._replace(candidates=candidates)
@@ -189,6 +188,11 @@ def predict(
         model, state, hidden, plan, options, found.tokens, found.entropies, found.candidates
     )
     return found._replace(tokens=drafts[0], entropies=drafts[1], candidates=None)
+
+
+def is_chained(model: Transformer, program: Program) -> bool:
+    """Returns whether each draft of a window depends on the draft before it."""
+    return model.previous_token is not None and bool(program.traits.window)
 
 
 def _where_row(has_row: Array, values: Array) -> Array:
@@ -246,5 +250,5 @@ def _guess(
     logprobs = token_logprobs(raw, tokens, MOST_LOGPROBS) if traits.logprobs else None
     needed = traits.window or traits.traced
     entropies = entropy(logits) if needed else jnp.zeros(head.slot.shape, jnp.float32)
-    chained = model.previous_token is not None and traits.window
-    return Predictions(tokens, entropies, logprobs, likeliest(logits) if chained else None)
+    candidates = likeliest(logits) if is_chained(model, program) else None
+    return Predictions(tokens, entropies, logprobs, candidates)

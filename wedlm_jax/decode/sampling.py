@@ -55,8 +55,10 @@ def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: Hea
 def choose_candidates(
     logits: Array, tokens: Array, state: DecodeState, options: Options, rows: HeadRows
 ) -> Array:
-    """Returns the token chosen from each row's candidates, int32 ``[R]``. A token has the random
-    number that it has in `choose_tokens`; limits apply within the candidates.
+    """Chooses among a few tokens of each row; returns int32 ``[R]``.
+
+    Each token keeps the random number that it has in `choose_tokens`. Top-k, top-p and min-p apply
+    as if there were no other tokens.
 
     Args:
       logits: float32 ``[R, C]``.
@@ -278,9 +280,11 @@ def gumbel(keys: Array, size: int, places: Array | None = None) -> Array:
     """
     words = jax.random.key_data(keys)
     # With this constraint each device computes the noise for its own part of the vocabulary.
-    number = constrain(jnp.arange(size, dtype=jnp.uint32)[None], None, "vocab")
-    if places is not None:
-        number = places.astype(jnp.uint32)
+    number = (
+        constrain(jnp.arange(size, dtype=jnp.uint32)[None], None, "vocab")
+        if places is None
+        else places.astype(jnp.uint32)
+    )
     bits = _threefry(words[:, :1], words[:, 1:], number)
     # 23 random bits as the fraction of a float32 in [1, 2).
     from_1 = jax.lax.bitcast_convert_type((bits >> 9) | jnp.uint32(0x3F800000), jnp.float32)

@@ -21,7 +21,6 @@ from jax import Array
 
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.layers import Linear, normal
-from wedlm_jax.model.previous_token import PreviousTokenHead
 from wedlm_jax.model.quantization import left_product, product
 from wedlm_jax.model.transformer import Transformer, abstract_model
 
@@ -30,6 +29,9 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 PREVIOUS_RANK = 256
 """The hidden units of a drafter's previous-token head, unless a recipe says otherwise."""
+
+TINY = 1e-12
+"""Keeps an embedding of zeros finite when it is scaled to RMS 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,46 @@ class LowRank(nnx.Module):
     def of_columns(self, x: Array) -> Array:
         """Maps ``x [in, T]`` to ``[out, T]``."""
         return left_product(self.b[...], left_product(self.a[...], x) * self.scale)
+
+
+class PreviousTokenHead(nnx.Module):
+    """Corrects what a mask predicts, once the token before it is known.
+
+    The masks of a window are computed together, so none of them sees what the others draft. After
+    the layers this head adds to a mask's final hidden state h what the token before says about it::
+
+        h' = h + B silu(A h + E e)        e: the embedding of the token before, scaled to RMS 1
+
+    with A, E ``[rank, D]`` and B ``[D, rank]``, float32, cast to the dtype of h. In training the
+    token before is the text's, since a draft counts only if all drafts before it are right; in
+    decoding it is the draft before (`wedlm_jax.decode.chain`).
+
+    Args:
+      hidden_size: D.
+      rank: the number of hidden units.
+      rngs: A and E are drawn from its ``params``, uniform within ±1 / √D; B is zero, so that a new
+        head changes nothing.
+    """
+
+    def __init__(self, hidden_size: int, rank: int, rngs: nnx.Rngs):
+        bound = hidden_size**-0.5
+        shape = (rank, hidden_size)
+
+        def drawn() -> nnx.LoRAParam:
+            value = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+            return nnx.LoRAParam(value)
+
+        self.state, self.token = drawn(), drawn()
+        self.out = nnx.LoRAParam(jnp.zeros((hidden_size, rank), jnp.float32))
+
+    def __call__(self, hidden: Array, before: Array) -> Array:
+        """Returns what is added to ``hidden [..., D]``, given the embeddings ``before [..., D]`` of
+        the tokens before."""
+        x32 = before.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + TINY)
+        token = x32.astype(hidden.dtype)
+        inner = product(hidden, self.state[...]) + product(token, self.token[...])
+        return product(jax.nn.silu(inner), self.out[...])
 
 
 def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Transformer:

@@ -62,7 +62,8 @@ def _dot(x: Any, y: Any, x_axis: int, y_axis: int, dtype: Any) -> Array:
 
 
 def matrix_rows(matrix: Any, rows: Array, dtype: Any) -> Array:
-    """Returns some ``rows`` of a matrix ``[out, in]`` that may be quantized, in ``dtype``."""
+    """Returns the ``rows`` with these numbers, in ``dtype``, of a matrix ``[out, in]`` that may be
+    quantized."""
     if not is_quantized(matrix):
         taken: Array = matrix[rows]
         return taken.astype(dtype)

@@ -113,7 +113,8 @@ def test_copies_fill_windows_in_which_no_mask_drafts(engine, budget, masks):
     (result,) = run(engine, [Case((5, 5, 5, 5), params, 4)])
     assert result.token_ids == [5] * 20
     assert (result.drafts.masks > 0) == masks
-    assert result.drafts.lookup_accepted > 0 or masks
+    if not masks:
+        assert result.drafts.lookup_accepted > 0
 
 
 def test_what_is_cut_off_is_not_counted(engine):
