@@ -31,6 +31,7 @@ from wedlm_jax.aot.topology import (
 from wedlm_jax.checkpoint import ADAPTER_CONFIG
 from wedlm_jax.checkpoint.open import read_architecture
 from wedlm_jax.config import ModelConfig, config_from_hf
+from wedlm_jax.decode.backup import room_for
 from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
@@ -57,22 +58,24 @@ class DecodeSizes:
       model_len: tokens of a prompt and its completion, at most.
       window: W; 0 for a model that does not know masks.
       lookup: the most drafts that are copied from a text.
+      backup: the number of backup masks.
     """
 
     sequences: int
     model_len: int
     window: int
     lookup: int = 0
+    backup: int = 0
 
     @property
     def tokens_each(self) -> int:
         """Tokens of a sequence in a forward: its last one, and masks or drafts."""
-        return 1 + (self.window or self.lookup)
+        return 1 + (self.window or self.lookup) + self.backup
 
     @property
     def rows_each(self) -> int:
-        """Rows of a sequence that choose tokens."""
-        return self.window or self.lookup + 1
+        """Rows of a sequence that choose tokens. The first of a group of masks chooses none."""
+        return (self.window or self.lookup + 1) + max(self.backup - 1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,10 +200,12 @@ def compile_decoder(
     )
     weights = local_bytes(parameters)
     page = PAGE_SIZES["tpu"]
-    pages = math.ceil((sizes.model_len + num_slots(sizes.window, sizes.lookup) + 1) / page)
+    slots = num_slots(sizes.window, sizes.lookup) + room_for(sizes.backup, page)
+    pages = math.ceil((sizes.model_len + slots + 1) / page)
     config = EngineConfig(
         window_size=sizes.window,
         lookup=sizes.lookup,
+        backup_masks=sizes.backup,
         max_batch_size=each,
         max_model_len=sizes.model_len,
         attention=attention,
@@ -274,7 +279,9 @@ def forward_of(
     size = jnp.dtype(DTYPE).itemsize
     # Of an embedding that is no head, only the rows of the tokens are read.
     table = model.vocab_size * model.hidden_size * size * (not model.tie_word_embeddings)
-    least = weights - table // tensor + sequences * sizes.model_len * bytes_per_token
+    # Backup masks are a span of their own, which reads the text a second time.
+    spans = sequences * (2 if sizes.backup else 1)
+    least = weights - table // tensor + spans * sizes.model_len * bytes_per_token
     # A ring of n chips sends 2 (n - 1) / n of what it sums.
     summed = 2 * model.num_hidden_layers * tokens * model.hidden_size * size
     sent = int(summed * 2 * (tensor - 1) / tensor)
@@ -290,6 +297,7 @@ def describe(decoder: CompiledDecoder) -> str:
     peak, limit = program.peak_bytes, topology.chip.hbm_bytes
     axes = " x ".join(f"{axis} {size}" for axis, size in decoder.mesh.shape.items() if size > 1)
     drafts = f"W = {sizes.window}" if sizes.window else f"{sizes.lookup} drafts from the text"
+    drafts += f" and {sizes.backup} backup masks" if sizes.backup else ""
     lines = [
         f"{topology.name}: {len(topology.devices):,} chips as {axes or 'one'}; compiled in "
         f"{program.seconds:.0f} s",
@@ -302,7 +310,8 @@ def describe(decoder: CompiledDecoder) -> str:
         f"one forward          {forward.tokens:,} tokens of a replica after full texts; on each "
         "chip:",
         f"  products           {forward.flops:.3g} FLOP",
-        f"  must read          {forward.least_bytes / GIB:.2f} GiB: weights, keys and values once",
+        f"  must read          {forward.least_bytes / GIB:.2f} GiB: weights, keys and values "
+        f"{'twice' if sizes.backup else 'once'}",
         f"  must send          {forward.sent_bytes / GIB:.3f} GiB",
         f"least time           {1e3 * bound.seconds:.2f} ms, by {bound.bound}: compute "
         f"{1e3 * bound.compute:.2f}, memory {1e3 * bound.memory:.2f}, network "
@@ -329,8 +338,13 @@ def main(options: dict[str, Any]) -> int:
     window = DEFAULT_WINDOW if window == "auto" else window
     # Masks draft where there are any.
     lookup = 0 if window else lookup
+    backup = min(options.get("backup_masks") or 0, int(window))
     sizes = DecodeSizes(
-        options.get("batch_size", 16), options.get("max_model_len", 1536), int(window), lookup
+        options.get("batch_size", 16),
+        options.get("max_model_len", 1536),
+        int(window),
+        lookup,
+        backup,
     )
     if min(sizes.sequences, sizes.window + 1) < 1:
         raise InputError("--batch-size must be at least 1, --window-size 0")

@@ -250,16 +250,17 @@ class SamplingParams:
         ),
     ] = "auto"
     draft_budget: Annotated[
-        float,
+        float | None,
         Option(
             "in mode verified, the most nats that the entropies of a window's drafts add up to: a "
             "larger budget drafts more and rejects more; the tokens are the same",
             low=0,
             high=1e6,
+            none="2, or 4 where there are backup masks",
             array="float32",
             trait="verified",
         ),
-    ] = 2.0
+    ] = None
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuses unknown fields, with a hint that Python's message lacks."""

@@ -125,7 +125,7 @@ def state_of(some, *, emitted=1):
     arrays = {
         field.name: np.array(getattr(empty, field.name))
         for field in dataclasses.fields(empty)
-        if field.name not in ("logprobs", "emitted", "lookup")
+        if field.name not in ("logprobs", "emitted", "lookup", "backup")
     }
     # What stands where nothing is known must not matter.
     rng = np.random.default_rng(len(some))
@@ -162,7 +162,8 @@ def rows_of(some, *, padding=2):
     padded = [*named, *[(0, 0, False)] * padding]
     sequence, slot, is_mask = (jnp.array(column) for column in zip(*padded, strict=True))
     valid = jnp.arange(len(padded)) < len(named)
-    return HeadRows(sequence, slot, valid, is_mask), named
+    sees = jnp.where(is_mask, SLOTS, slot)
+    return HeadRows(sequence, slot, valid, is_mask, sees), named
 
 
 ROWS = 40

@@ -114,6 +114,19 @@ class Spans:
         return sequence, jnp.maximum(place, 0), before < self.num_sequences
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageCopies:
+    """Keys and values that every layer copies from one place of its pages to another.
+
+    Attributes:
+      sources, targets: int32 ``[C]``, ``page * page_size + offset`` in layer 0.
+    """
+
+    sources: Array
+    targets: Array
+
+
 def allocate_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: Any, *, replicas: int = 1
 ) -> Pages:
@@ -188,7 +201,13 @@ def token_places(spans: Spans, size: int, page_size: int) -> Array:
 
 
 def write_pages(
-    pages: Pages, keys: Array, values: Array, places: Array, layer: Array | int, num_pages: int
+    pages: Pages,
+    keys: Array,
+    values: Array,
+    places: Array,
+    layer: Array | int,
+    num_pages: int,
+    copies: PageCopies | None = None,
 ) -> Pages:
     """Writes keys and values of T flat tokens into the pages of a layer, in place.
 
@@ -198,9 +217,17 @@ def write_pages(
       places: int32 ``[T]``, from `token_places`.
       layer: its number, from 0.
       num_pages: number of pages per layer.
+      copies: what is copied afterwards.
     """
 
-    def local(pages: Pages, keys: Array, values: Array, places: Array, layer: Array) -> Pages:
+    def local(
+        pages: Pages,
+        keys: Array,
+        values: Array,
+        places: Array,
+        layer: Array,
+        copies: PageCopies | None,
+    ) -> Pages:
         size, kv_heads, head_dim = keys.shape
         new = jnp.stack([keys, values], axis=2).reshape(size, 2 * kv_heads, head_dim)
         if size == 1:
@@ -209,14 +236,19 @@ def write_pages(
             new = jnp.concatenate([new, new])
             places = jnp.concatenate([places, jnp.zeros_like(places)])
         page_size = pages.shape[1]
-        at = places + layer * num_pages * page_size
+        first = layer * num_pages * page_size
+        at = places + first
 
         def put(pool: Array, rows: Array) -> Array:
             flat = pool.reshape(-1, *pool.shape[2:])
             flat = flat.at[at].set(rows.astype(pool.dtype), mode="promise_in_bounds")
+            if copies is not None:
+                moved = flat.at[copies.sources + first].get(mode="promise_in_bounds")
+                flat = flat.at[copies.targets + first].set(moved, mode="promise_in_bounds")
             return flat.reshape(pool.shape)
 
         return jax.tree.map(put, pages, to_int8(new) if isinstance(pages, Int8Rows) else new)  # type: ignore[no-any-return]
 
-    specs = [pool_spec(pages), HEADS, HEADS, PartitionSpec(), PartitionSpec()]
-    return on_own_heads(local, specs, specs[0])(pages, keys, values, places, layer)  # type: ignore[no-any-return]
+    whole = PartitionSpec()
+    specs = [pool_spec(pages), HEADS, HEADS, whole, whole, whole]
+    return on_own_heads(local, specs, specs[0])(pages, keys, values, places, layer, copies)  # type: ignore[no-any-return]

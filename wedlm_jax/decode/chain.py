@@ -78,39 +78,76 @@ def chained_drafts(
     Args:
       model: a model with a previous-token head.
       hidden: ``[T, D]``, the forward's final hidden states.
-      tokens, entropies: ``[N, P+1]``, what was predicted for each slot on its own.
-      candidates: ``[N, P+1, C]``.
+      tokens, entropies: ``[N, P+1+M]``, what was predicted for each slot, and by each backup mask,
+        on its own.
+      candidates: ``[N, P+1+M, C]``.
 
     Returns:
-      tokens and entropies with those of the masks behind each window's first mask replaced.
+      tokens and entropies with those of masks replaced, except each group's first.
     """
     sequences, slots = state.filled.shape
     masked = is_mask(state)
-    # The first mask's token is chosen by the row of text before it. A window of W has W - 1 others.
+    # The first mask's token is chosen by a row of text. A window of W has W - 1 others.
     first = jnp.where(masked.any(axis=1), masked.argmax(axis=1), slots).astype(jnp.int32)
     sequence = jnp.arange(sequences)
+    offset = jnp.arange(1, slots // 2, dtype=jnp.int32)
+    slot = first[:, None] + offset
+    place = plan.place[sequence[:, None], jnp.minimum(slot, slots - 1)]
+    groups = _Masks(sequence, first, slot, slot, place, slot < state.active[:, None])
+    if (backup := tokens.shape[1] - slots - 1) > 0:
+        start, offset = state.backup.start[:, None], offset[: backup - 1]
+        column = jnp.broadcast_to(slots + 1 + offset, (sequences, len(offset)))
+        place = state.active[:, None] + offset
+        here = offset < state.backup.count[:, None]
+        second = _Masks(sequence, start[:, 0], start + offset, column, place, here)
+        lacking = slots // 2 - 1 - len(offset)
+        groups = jax.tree.map(
+            lambda x, y: jnp.concatenate([x, jnp.pad(y, [(0, 0), (0, lacking)][: y.ndim])]),
+            groups,
+            second,
+        )
+    each = groups.sequence
+    at = (plan.starts[:-1] + plan.chunk)[each, None] + groups.place
+    at = jnp.minimum(at, hidden.shape[0] - 1)
+    column = jnp.minimum(groups.column, tokens.shape[1] - 1)
 
-    def step(before: Array, offset: Array) -> tuple[Array, tuple[Array, Array]]:
-        slot = jnp.minimum(first + offset, slots - 1)
-        at = plan.starts[:-1] + plan.chunk + plan.place[sequence, slot]
-        there = hidden[jnp.minimum(at, hidden.shape[0] - 1)]
-        own = Candidates(*(x[sequence, slot] for x in candidates))
-        logits = own.logprobs + model.logit_corrections(there, before, own.tokens)
-        rows = HeadRows(sequence, slot, masked[sequence, slot], jnp.ones(sequences, bool))
+    def step(before: Array, this: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
+        at, slot, column, here = this
+        own = Candidates(*(x[each, column] for x in candidates))
+        logits = own.logprobs + model.logit_corrections(hidden[at], before, own.tokens)
+        rows = HeadRows(each, slot, here, jnp.ones_like(here), slot)
         token = choose_candidates(logits, own.tokens, state, options, rows)
         return token, (token, _entropy(logits, own.logprobs))
 
-    offsets = jnp.arange(1, slots // 2, dtype=jnp.int32)
-    known = tokens[sequence, jnp.minimum(first, slots)]
-    _, chosen = jax.lax.scan(step, known, offsets)
-    place = first[:, None] + offsets
-    is_drafted = (place < state.active[:, None]) & plan.window[:, None]
-    place = jnp.where(is_drafted, place, slots + 1)
+    known = tokens[each, groups.first]
+    steps = tuple(x.T for x in (at, groups.slot, column, groups.here))
+    _, chosen = jax.lax.scan(step, known, steps)
+    column = jnp.where(groups.here & plan.window[each, None], column, tokens.shape[1])
 
     def put(old: Array, new: Array) -> Array:
-        return old.at[sequence[:, None], place].set(new.T, mode="drop")
+        return old.at[each[:, None], column].set(new.T, mode="drop")
 
     return put(tokens, chosen[0]), put(entropies, chosen[1])
+
+
+class _Masks(NamedTuple):
+    """Groups of masks, G of them with at most K masks after the first.
+
+    Attributes:
+      sequence: int32 ``[G]``.
+      first: int32 ``[G]``, the slot of a group's first mask.
+      slot: int32 ``[G, K]``, the slots of the others.
+      column: int32 ``[G, K]``, where their predictions are.
+      place: int32 ``[G, K]``, their physical places in the window's span.
+      here: bool ``[G, K]``, which of them there are.
+    """
+
+    sequence: Array
+    first: Array
+    slot: Array
+    column: Array
+    place: Array
+    here: Array
 
 
 def _entropy(logits: Array, before: Array) -> Array:

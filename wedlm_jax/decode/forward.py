@@ -20,7 +20,7 @@ from wedlm_jax.attention.ragged import (
     token_places,
     write_pages,
 )
-from wedlm_jax.decode import paper, verified
+from wedlm_jax.decode import backup, paper, verified
 from wedlm_jax.decode.chain import Candidates, chained_drafts, likeliest
 from wedlm_jax.decode.logits import TokenUse, adjusted_logits, token_logits
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs, token_logprobs
@@ -39,6 +39,9 @@ from wedlm_jax.decode.state import DecodeState, HeadRows, is_filled
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import MOST_LOGPROBS
 
+USUAL_BUDGET, BOLD_BUDGET = 2.0, 4.0
+"""The nats that the drafts of a window may cost, without backup masks and with them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -50,6 +53,7 @@ class Program:
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       vocabulary: the tokens that may be chosen.
       refill: "streaming", or "blockwise" for the paper's baseline.
+      backup: the most backup masks of a sequence.
     """
 
     sizes: ForwardSizes
@@ -57,6 +61,17 @@ class Program:
     attention: str
     vocabulary: Vocabulary
     refill: str = "streaming"
+    backup: int = 0
+
+    def draft_budget(self, options: Options) -> Array | None:
+        """Returns each sequence's budget for drafts in nats, ``[N]``; None where none drafts.
+
+        With backup masks a wrong draft costs less, so the usual budget is larger.
+        """
+        given = options.draft_budget
+        if given is None:
+            return None
+        return jnp.where(jnp.isnan(given), BOLD_BUDGET if self.backup else USUAL_BUDGET, given)
 
 
 class Predictions(NamedTuple):
@@ -66,7 +81,7 @@ class Predictions(NamedTuple):
       tokens: int32.
       entropies: float32, in nats.
       logprobs: log-probabilities of the tokens; None where no sequence asks for them.
-      candidates: ``[N, P+1, C]``; None unless the model has a previous-token head.
+      candidates: ``[.., C]``, while drafts are chosen; None unless the model has a previous-token head.
     """
 
     tokens: Array
@@ -110,11 +125,16 @@ def run_layers(
     page_size = pages.shape[1]
     # A model without a mask token decodes without masks, or its drafter has an embedding for them.
     mask_token_id = config.mask_token_id or 0
+    copies = None
+    if program.backup:
+        copies = backup.page_copies(state, allowance.page_table, page_size, plan.window)
 
     def run(size: int, start: Array, carry: tuple[Array, Pages]) -> tuple[Array, Pages]:
         out, pages = carry
         flat = flat_tokens(plan, state, start, size, mask_token_id)
-        spans = attention_spans(plan, state, allowance, start, size)
+        spans = attention_spans(
+            plan, state, allowance, start, size, page_size if program.backup else None
+        )
         places = token_places(spans, size, page_size)
         attention = attention_plan(
             spans,
@@ -127,7 +147,7 @@ def run_layers(
         def attend(
             pages: Pages, layer: Array | int, q: Array, k: Array, v: Array
         ) -> tuple[Array, Pages]:
-            pages = write_pages(pages, k, v, places, layer, num_pages)
+            pages = write_pages(pages, k, v, places, layer, num_pages, copies)
             return attend_pages(q, pages, attention, layer, num_pages), pages
 
         part, pages = model.run(flat.tokens, flat.positions, attend, pages, is_mask=flat.is_mask)
@@ -151,13 +171,16 @@ def predict(
     150k tokens in float32 takes 0.6 MB per row.
     """
     has_row = predicted_slots(state, plan, options, program.traits)
-    sequences, slots = has_row.shape
+    if program.backup:
+        more = backup.backup_rows(state, program.backup) & plan.window[:, None]
+        has_row = jnp.concatenate([has_row, more], axis=1)
+    sequences, columns = has_row.shape
     # Rows are in order of sequence and slot, so the rank of a slot that has a row is that row.
     flat = has_row.reshape(-1)
     rank = (jnp.cumsum(flat, dtype=jnp.int32) - 1).reshape(has_row.shape)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), rank[:, -1] + 1])
     count = starts[-1]
-    rows = sequences * (slots - 1) + program.sizes.head[-1]
+    rows = sequences * (columns - 1) + program.sizes.head[-1]
     empty = Predictions(
         jnp.zeros(rows, jnp.int32),
         jnp.zeros(rows, jnp.float32),
@@ -170,8 +193,7 @@ def predict(
         empty = empty._replace(candidates=candidates)
 
     def run(size: int, start: Array, out: Predictions) -> Predictions:
-        head = _head_rows(state, options, has_row, starts, start, size)
-        at = _places(plan, head)
+        head, at = _head_rows(state, options, plan, has_row, starts, start, size)
         predictions = _guess(model, state, hidden[at], head, options, use, program)
 
         def put(whole: Array, part: Array) -> Array:
@@ -182,12 +204,15 @@ def predict(
     predictions = in_parts(program.sizes.head, count, run, empty)
     index = jnp.maximum(rank, 0)
     found: Predictions = jax.tree.map(lambda x: _where_row(has_row, x[index]), predictions)
-    if found.candidates is None:
+    if found.candidates is not None:
+        drafts = chained_drafts(
+            model, state, hidden, plan, options, found.tokens, found.entropies, found.candidates
+        )
+        found = found._replace(tokens=drafts[0], entropies=drafts[1], candidates=None)
+    if not program.backup:
         return found
-    drafts = chained_drafts(
-        model, state, hidden, plan, options, found.tokens, found.entropies, found.candidates
-    )
-    return found._replace(tokens=drafts[0], entropies=drafts[1], candidates=None)
+    used = backup.is_used(state, verified.right_run(state, found.tokens))
+    return jax.tree.map(lambda x: backup.by_slot(state, x, used), found)  # type: ignore[no-any-return]
 
 
 def is_chained(model: Transformer, program: Program) -> bool:
@@ -211,28 +236,42 @@ def predicted_slots(state: DecodeState, plan: SpanPlan, options: Options, traits
 
 
 def _head_rows(
-    state: DecodeState, options: Options, has_row: Array, starts: Array, start: Array, size: int
-) -> HeadRows:
-    """Returns rows ``start`` to ``start + size`` of the rows that go through the head."""
+    state: DecodeState,
+    options: Options,
+    plan: SpanPlan,
+    has_row: Array,
+    starts: Array,
+    start: Array,
+    size: int,
+) -> tuple[HeadRows, Array]:
+    """Returns rows ``start`` to ``start + size`` of the rows that go through the head, and the flat
+    place of each, int32 ``[R]``.
+
+    Args:
+      has_row: bool ``[N, P+1+M]``, by slot, and then by backup mask.
+      starts: int32 ``[N+1]``, each sequence's first row.
+    """
     sequence, offset = owner(starts, size, start)
-    # The slot of a row is the one with ``offset`` slots that have a row before it.
+    # The column of a row is the one with ``offset`` columns that have a row before it.
     ranks = jnp.cumsum(has_row, axis=1, dtype=jnp.int32)[sequence]
-    slot = (ranks <= offset[:, None]).sum(axis=1, dtype=jnp.int32)
+    column = (ranks <= offset[:, None]).sum(axis=1, dtype=jnp.int32)
     valid = start + jnp.arange(size) < starts[-1]
-    slot = jnp.where(valid, jnp.minimum(slot, has_row.shape[1] - 1), 0)
-    num_filled = is_filled(state).sum(axis=1, dtype=jnp.int32)[sequence]
-    is_mask = ~(options.anchored[sequence] & (slot <= num_filled))
-    return HeadRows(jnp.where(valid, sequence, 0), slot, valid, is_mask)
+    column = jnp.where(valid, jnp.minimum(column, has_row.shape[1] - 1), 0)
+    sequence = jnp.where(valid, sequence, 0)
 
-
-def _places(plan: SpanPlan, head: HeadRows) -> Array:
-    """Returns the flat place of the token whose row predicts each slot, int32 ``[R]``: that of the
-    slot itself if it is a mask, that of the slot before if an AR row predicts the next token."""
     slots = plan.order.shape[1]
-    row_slot = jnp.clip(jnp.where(head.is_mask, head.slot, head.slot - 1), 0, slots - 1)
-    physical = plan.place[head.sequence, row_slot]
-    at = plan.starts[head.sequence] + plan.chunk[head.sequence] + physical
-    return jnp.where(head.valid, at, 0)
+    number = column - (slots + 1)  # of a backup mask; negative for slots
+    first = state.backup.start[sequence]
+    slot = jnp.where(number < 0, column, first + number)
+    num_filled = is_filled(state).sum(axis=1, dtype=jnp.int32)[sequence]
+    is_mask = ~(options.anchored[sequence] & (slot <= num_filled)) | (number >= 0)
+    sees = jnp.where(number < 0, jnp.where(is_mask, slots, slot), first)
+    # The row of a mask predicts the mask's own token, any other row the token after its own.
+    row_slot = jnp.clip(jnp.where(is_mask, slot, slot - 1), 0, slots - 1)
+    physical = plan.place[sequence, row_slot]
+    physical = jnp.where(number < 0, physical, state.active[sequence] + number)
+    at = plan.starts[sequence] + plan.chunk[sequence] + physical
+    return HeadRows(sequence, slot, valid, is_mask, sees), jnp.where(valid, at, 0)
 
 
 def _guess(

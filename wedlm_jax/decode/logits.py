@@ -136,7 +136,7 @@ def seen_slots(state: DecodeState, rows: HeadRows) -> tuple[Array, Array]:
     """
     slot = jnp.arange(state.tokens.shape[1])
     new = is_filled(state) & (slot >= state.known[:, None])
-    before = rows.is_mask[:, None] | (slot < rows.slot[:, None])
+    before = slot < rows.sees[:, None]
     return state.tokens[rows.sequence], new[rows.sequence] & before
 
 
@@ -227,7 +227,8 @@ def completing_tokens(state: DecodeState, options: Options, rows: HeadRows) -> A
     around = text_around(state, margin)[
         rows.sequence[:, None], margin + rows.slot[:, None] + offset
     ]
-    around = jnp.where(rows.is_mask[:, None] | (offset < 0), around, UNKNOWN)[:, None]
+    seen = rows.slot[:, None] + offset < rows.sees[:, None]
+    around = jnp.where(seen, around, UNKNOWN)[:, None]
     exists = words != NO_TOKEN
     found = []
     for j in range(length):

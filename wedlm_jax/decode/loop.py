@@ -16,6 +16,7 @@ from jax import Array
 
 from wedlm_jax.attention.ragged import Pages
 from wedlm_jax.decode import lookup, paper, verified
+from wedlm_jax.decode.backup import next_backup
 from wedlm_jax.decode.forward import (
     Predictions,
     Program,
@@ -34,6 +35,7 @@ from wedlm_jax.decode.state import (
     LastForward,
     is_filled,
     last_forward,
+    no_backup,
     no_forward,
 )
 from wedlm_jax.model import Transformer
@@ -81,11 +83,12 @@ def run_burst(
       state, pages, counters, and the last forward if the program has trait "traced".
     """
     state = with_windows(_with_nothing_emitted(state), options, changed)
+    page_size = pages.shape[1]
     begun = state.running.sum()
 
     def more(carry: Carry) -> Array:
         state, counters = carry[0], carry[4]
-        ready = ~state.running | has_room(state, allowance)
+        ready = ~state.running | has_room(state, allowance, page_size)
         fits = state.emitted.count + state.tokens.shape[1] < state.emitted.tokens.shape[1]
         fits |= ~state.running
         finished = begun - state.running.sum()
@@ -94,7 +97,7 @@ def run_burst(
 
     def body(carry: Carry) -> Carry:
         state, pages, hidden, use, counters, last = carry
-        plan = plan_spans(state, allowance, program.sizes)
+        plan = plan_spans(state, allowance, program.sizes, page_size)
         hidden, pages = run_layers(model, state, pages, hidden, plan, allowance, program)
         state = _count_forward(state, plan)
         predictions = predict(model, state, hidden, plan, options, use, program)
@@ -163,7 +166,8 @@ def decide(
             state, options, predictions.tokens[:, :-1], predictions.entropies[:, :-1]
         )
     if traits.anchored:
-        checked = verified.verify(state, options, predictions.tokens, predictions.entropies)
+        budget = program.draft_budget(options)
+        checked = verified.verify(state, budget, predictions.tokens, predictions.entropies)
         predicted = jax.tree.map(lambda x: x[:, 1:], (predictions.tokens, predictions.logprobs))
         new = _pick(anchored, predicted, new)
         run = jnp.where(anchored, checked.run, run)
@@ -201,8 +205,14 @@ def advance(
         filled=jnp.where(ran[:, None], decision.kept | fills, state.filled),
     )
     state = move_windows(state, options, run, program.refill)
+    going_on = options.anchored & ran & state.running
     if program.traits.anchored:
-        state = put_in_front(state, options.anchored & ran & state.running, options)
+        state = put_in_front(state, going_on, options)
+    if program.backup:
+        of_drafts = fills, predictions.entropies[:, :-1], run
+        planned = next_backup(*of_drafts, options.window, program.backup, going_on)
+        backup = _pick(ran, planned, state.backup)
+        state = dataclasses.replace(state, backup=backup)
     return state
 
 
@@ -231,7 +241,7 @@ def with_copies(
     unpriced = jnp.where(options.unpriced, room, 0)
     gains = lookup.gains(known, room - unpriced)
     prompts = jnp.where(state.running, state.window_start - state.num_computed, 0).sum()
-    tokens = jnp.where(state.running, state.active + unpriced, 0).sum()
+    tokens = jnp.where(state.running, state.active + state.backup.count + unpriced, 0).sum()
     tokens += jnp.minimum(prompts, allowance.chunk_tokens)
     # What the forward commits without these copies: each sequence's choice, and its drafts, which
     # are mostly right, or the drafts that its masks make for the next forward.
@@ -277,7 +287,8 @@ def _count_forward(state: DecodeState, plan: SpanPlan) -> DecodeState:
     return dataclasses.replace(
         state,
         num_forwards=state.num_forwards + plan.window,
-        num_token_instances=state.num_token_instances + jnp.where(plan.window, state.active, 0),
+        num_token_instances=state.num_token_instances
+        + jnp.where(plan.window, state.active + state.backup.count, 0),
     )
 
 
@@ -458,6 +469,7 @@ def with_windows(state: DecodeState, options: Options, changed: Array) -> Decode
         state,
         filled=jnp.where(changed[:, None], filled, state.filled),
         active=jnp.where(changed, active, state.active),
+        backup=_pick(changed, no_backup(len(changed)), state.backup),
         num_computed=jnp.minimum(state.num_computed, most),
         prefill_length=jnp.minimum(state.prefill_length, most),
     )

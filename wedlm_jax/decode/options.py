@@ -32,6 +32,10 @@ MOST_STOPS = 64
 """The most stop tokens per sequence, the model's included."""
 
 
+UNSET = {"entropy_threshold": -np.inf, "draft_budget": np.nan}
+"""What stands for None on the device: nothing is below −inf, and NaN is the program's own budget."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Traits:
     """The features that the sequences of a program may use; static. Options that are lists have
@@ -314,8 +318,8 @@ def _names(traits: Traits) -> list[str]:
 
 
 def _as_number(name: str, value: float | None) -> float:
-    if value is None:  # only a threshold can be None: nothing is below −inf
-        return -np.inf
+    if value is None:
+        return UNSET[name]
     integers = OPTIONS[name].array == "int32"
     return min(value, np.iinfo(np.int32).max) if integers else value
 

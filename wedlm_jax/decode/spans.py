@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.attention.ragged import Spans
+from wedlm_jax.decode.backup import backup_pages, room_needed
 from wedlm_jax.decode.state import DecodeState, num_slots
 
 
@@ -81,13 +82,15 @@ class SpanPlan:
         return self.starts[-1]
 
 
-def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) -> SpanPlan:
+def plan_spans(
+    state: DecodeState, allowance: Allowance, sizes: ForwardSizes, page_size: int
+) -> SpanPlan:
     """Plans a forward: windows first, then prompt chunks, both in order of arrival.
 
     Prompts also use the padding up to the forward's static size, which would be computed anyway.
     """
     most = sizes.total
-    ready = state.running & has_room(state, allowance)
+    ready = state.running & has_room(state, allowance, page_size)
     earlier = allowance.arrival[None, :] < allowance.arrival[:, None]
 
     def before(tokens: Array) -> Array:
@@ -95,7 +98,7 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
 
     # Room is reserved for the windows of sequences still in prefill, since their prompt may end in
     # this forward.
-    slots = jnp.where(ready, state.active, 0)
+    slots = jnp.where(ready, state.active + state.backup.count, 0)
     ready &= before(slots) + slots <= most
     slots = jnp.where(ready, slots, 0)
     left = jnp.where(ready, state.window_start - state.num_computed, 0)
@@ -120,10 +123,10 @@ def plan_spans(state: DecodeState, allowance: Allowance, sizes: ForwardSizes) ->
     return SpanPlan(starts, chunk, window, place, inverse(place))
 
 
-def has_room(state: DecodeState, allowance: Allowance) -> Array:
+def has_room(state: DecodeState, allowance: Allowance, page_size: int) -> Array:
     """Returns whether the pages of each sequence hold its prompt and its next window, bool
     ``[N]``."""
-    return state.window_start + state.active <= allowance.capacity
+    return room_needed(state, page_size) <= allowance.capacity
 
 
 def physical_place(filled: Array, active: Array) -> Array:
@@ -159,14 +162,34 @@ def inverse(place: Array) -> Array:
 
 
 def attention_spans(
-    plan: SpanPlan, state: DecodeState, allowance: Allowance, start: Array, size: int
+    plan: SpanPlan,
+    state: DecodeState,
+    allowance: Allowance,
+    start: Array,
+    size: int,
+    page_size: int | None = None,
 ) -> Spans:
-    """Returns, for attention, the parts of the spans in ``size`` flat places from ``start`` on."""
-    starts = jnp.clip(plan.starts - start, 0, size)
-    end = jnp.minimum(start + size, plan.starts[1:])
+    """Returns, for attention, the parts of the spans in ``size`` flat places from ``start`` on.
+
+    Args:
+      page_size: tokens per page where sequences may have backup masks, each of which then has two
+        spans; else None.
+    """
+    bounds, before, table = plan.starts, state.num_computed, allowance.page_table
+    if page_size is not None:
+        backup = bounds[:-1] + plan.chunk + jnp.where(plan.window, state.active, 0)
+        bounds = jnp.append(_in_turn(bounds[:-1], backup), bounds[-1])
+        before = _in_turn(before, state.window_start + state.backup.start)
+        table = _in_turn(table, backup_pages(state, table, page_size))
+    starts = jnp.clip(bounds - start, 0, size)
+    end = jnp.minimum(start + size, bounds[1:])
     lengths = starts[1:] - starts[:-1]
-    kv_lengths = jnp.where(lengths > 0, state.num_computed + end - plan.starts[:-1], 0)
-    return Spans(starts, kv_lengths, allowance.page_table)
+    return Spans(starts, jnp.where(lengths > 0, before + end - bounds[:-1], 0), table)
+
+
+def _in_turn(first: Array, second: Array) -> Array:
+    """Returns ``[2 N, ..]``: the rows of two arrays ``[N, ..]`` by turns."""
+    return jnp.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
 
 
 @jax.tree_util.register_dataclass
@@ -188,12 +211,14 @@ def flat_tokens(
     computed = state.num_computed[sequence]
     in_text = jnp.minimum(computed + offset, state.text.shape[1] - 1)
     slot = plan.order[sequence, jnp.clip(in_slots, 0, plan.order.shape[1] - 1)]
-    filled = state.filled[sequence, slot]
+    in_backup = in_slots - state.active[sequence]  # negative before the backup masks
+    filled = state.filled[sequence, slot] & (in_backup < 0)
     in_window = jnp.where(filled, state.tokens[sequence, slot], mask_token_id)
     is_window = in_slots >= 0
     real = start + jnp.arange(size) < plan.num_tokens
     tokens = jnp.where(is_window, in_window, state.text[sequence, in_text])
     # A window's token has the logical position of its slot, wherever it stands in the flat array.
+    slot = jnp.where(in_backup < 0, slot, state.backup.start[sequence] + in_backup)
     positions = computed + jnp.where(is_window, plan.chunk[sequence] + slot, offset)
     is_mask = real & is_window & ~filled
     return FlatTokens(jnp.where(real, tokens, 0), jnp.where(real, positions, 0), is_mask)
@@ -269,6 +294,7 @@ def forward_sizes(
     one_size: bool = False,
     whole: int = 4,
     lookup: int = 0,
+    backup: int = 0,
 ) -> ForwardSizes:
     """Chooses sizes for N sequences with windows of at most W, and for prompt chunks.
 
@@ -280,12 +306,15 @@ def forward_sizes(
       one_size: use a single size for all forwards, for a deterministic engine.
       whole: tokens that a CPU's matrix product computes together: 4, or 16 on columns.
       lookup: the most drafts that are copied from a text.
+      backup: the most backup masks.
     """
-    spans = sequences * num_slots(window, lookup)
+    spans = sequences * (num_slots(window, lookup) + backup)
     total = spans + chunk_tokens
     most = min(total, largest)
     tokens = (
-        _coarse_grid(most) if coarse else _grid(sequences, window, most, narrower, whole, lookup)
+        _coarse_grid(most)
+        if coarse
+        else _grid(sequences, window, most, narrower, whole, lookup, backup)
     )
     rows = min(next((size for size in tokens if size >= spans), spans), LARGEST_HEAD)
     head = [*(size for size in tokens if size < rows), rows]
@@ -296,7 +325,13 @@ def forward_sizes(
 
 
 def _grid(
-    sequences: int, window: int, largest: int, narrower: bool, whole: int, lookup: int = 0
+    sequences: int,
+    window: int,
+    largest: int,
+    narrower: bool,
+    whole: int,
+    lookup: int = 0,
+    backup: int = 0,
 ) -> list[int]:
     """Lists powers of two and, from 64 on, one size between each two of them; for one sequence, the
     sizes of its windows.
@@ -311,7 +346,9 @@ def _grid(
         spans = [slots for w in widths for slots in (w + 1, num_slots(w))]
         spans += [3 * w // 2 for w in widths if w >= 8]
         spans += [window + 2**i for i in range(1, (1 + lookup).bit_length())]
-        chunks = [2**i for i in range(5, largest.bit_length()) if 2**i >= num_slots(window)]
+        spans += [min(backup, w) + slots for w in widths if backup for slots in (3 * w // 2, 2 * w)]
+        widest = num_slots(window) + backup
+        chunks = [2**i for i in range(5, largest.bit_length()) if 2**i >= widest]
         sizes = {1, *chunks, *(_filled(span, whole) for span in spans)}
     else:
         least = window if window and not narrower else 1

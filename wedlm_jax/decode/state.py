@@ -57,6 +57,28 @@ class Emitted:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Backup:
+    """A second group of masks of anchored sequences, int32 ``[N]`` each; see
+    `wedlm_jax.decode.backup`.
+
+    Attributes:
+      start: the slot of the first of them, which is also the number of slots that they see: those
+        before the draft that is likeliest to be wrong.
+      count: how many there are; 0 for none.
+    """
+
+    start: Array
+    count: Array
+
+
+def no_backup(sequences: int) -> Backup:
+    """Returns the value of N sequences without backup masks."""
+    # Two arrays: a state's buffers are donated, each once.
+    return Backup(jnp.zeros(sequences, jnp.int32), jnp.zeros(sequences, jnp.int32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodeState:
     """Everything that changes while sequences are decoded, except their pages.
 
@@ -73,10 +95,12 @@ class DecodeState:
       filled: bool ``[N, P]``, whether each slot holds a token.
       logprobs: ``[N, P]``, log-probabilities of filled slots; None where no sequence asks.
       active: int32 ``[N]``, how many slots the next forward runs; later ones are not open yet.
+      backup: the masks that the next forward runs besides the window.
       running: bool ``[N]``, False where there is no sequence, or a finished one.
       stopped: bool ``[N]``, whether it was finished by a stop token.
       num_forwards, num_token_instances: int32 ``[N]``, decode forwards, which are those that ran
-        the sequence's window, and the active slots that they ran; prefill chunks are not counted.
+        the sequence's window, and the active slots and backup masks that they ran; prefill chunks
+        are not counted.
       emitted: committed tokens that the host has not fetched yet.
       lookup: drafts from each sequence's own text; None if no drafts are copied from texts.
     """
@@ -90,6 +114,7 @@ class DecodeState:
     filled: Array
     logprobs: Logprobs | None
     active: Array
+    backup: Backup
     running: Array
     stopped: Array
     num_forwards: Array
@@ -157,6 +182,7 @@ def idle_state(
         filled=zeros(slots, dtype=bool),
         logprobs=logprobs(slots),
         active=zeros(),
+        backup=no_backup(sequences),
         running=zeros(dtype=bool),
         stopped=zeros(dtype=bool),
         num_forwards=zeros(),
@@ -199,12 +225,15 @@ class HeadRows:
       valid: bool, False for padding.
       is_mask: bool, whether the row is a mask, which predicts its own token; otherwise it is the
         row of the token before the slot, which predicts the next one.
+      sees: int32, the row sees the filled slots of its window that are before this one: P for a
+        mask of the window, ``slot`` for the row of a token.
     """
 
     sequence: Array
     slot: Array
     valid: Array
     is_mask: Array
+    sees: Array
 
 
 # --- What host and device exchange -----------------------------------------------------------
@@ -259,6 +288,7 @@ def admit(state: DecodeState, entrants: Entrants, released: Array) -> DecodeStat
         tokens=put(state.tokens, entrants.tokens),
         filled=put(state.filled, entrants.filled),
         logprobs=jax.tree.map(put, state.logprobs, entrants.logprobs),
+        backup=jax.tree.map(lambda x: put(x, jnp.zeros_like(at)), state.backup),
         running=put(state.running & ~released, jnp.ones_like(at, bool)),
         stopped=put(state.stopped, jnp.zeros_like(at, bool)),
         lookup=_entered(state.lookup, entrants),
@@ -303,7 +333,7 @@ def resize_slots(
     state: DecodeState, window: int, with_logprobs: bool, lookup: int = 0
 ) -> DecodeState:
     """Resizes the slot arrays to windows of W and ``lookup`` copied drafts, with log-probabilities
-    or without; their contents are kept as far as they fit."""
+    or without; their contents are kept as far as they fit. The next forward has no backup masks."""
     slots, sequences = num_slots(window, lookup), state.running.shape[0]
     known = state.lookup
     if not lookup:
@@ -328,6 +358,7 @@ def resize_slots(
         tokens=fit(state.tokens),
         filled=fit(state.filled),
         logprobs=logprobs(state.logprobs, slots),
+        backup=no_backup(sequences),
         emitted=dataclasses.replace(
             emitted, logprobs=logprobs(emitted.logprobs, emitted.tokens.shape[1])
         ),

@@ -43,7 +43,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.decode.options import Options
+from wedlm_jax.decode.backup import is_used
 from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
 
 
@@ -69,28 +69,42 @@ def predicted_slots(state: DecodeState) -> Array:
     return (slot >= 1) & (slot <= last[:, None])
 
 
-def verify(state: DecodeState, options: Options, tokens: Array, entropies: Array) -> Verified:
+def verify(state: DecodeState, budget: Array | None, tokens: Array, entropies: Array) -> Verified:
     """Decides which drafts are accepted, and which masks draft next.
 
     Masks draft only where all drafts before them were right: otherwise they saw a wrong prefix.
+    After the wrong draft that they assumed, backup masks draft in their place.
 
     Args:
+      budget: see `draft_rule`.
       tokens, entropies: ``[N, P+1]`` by the slot that they predict.
     """
     slot = jnp.arange(state.filled.shape[1])
     filled = is_filled(state)
-    is_draft = filled & (slot >= 1)
-    # tokens[s] is the choice of the row before slot s; a draft is right if it is that token. Slot 0
-    # holds text, which needs no check.
-    right = (is_draft & (tokens[:, :-1] == state.tokens)) | (slot == 0)
+    run = right_run(state, tokens)
+    # Masks saw all drafts. If one of those was wrong, the masks' predictions follow a wrong text.
+    masks = is_mask(state) & (run == filled.sum(axis=1))[:, None]
+    first, count = state.backup.start[:, None], state.backup.count[:, None]
+    backup = (slot >= first) & (slot < first + count)
+    masks = jnp.where(is_used(state, run)[:, None], backup, masks)
+    kept = filled & (slot < run[:, None])
+    return Verified(run, draft_rule(entropies[:, :-1], masks, budget), kept)
+
+
+def right_run(state: DecodeState, tokens: Array) -> Array:
+    """Returns the length of each window's run, int32 ``[N]``: slot 0 and the drafts up to the first
+    wrong one.
+
+    Args:
+      tokens: int32 ``[N, P+1]`` or wider, what the row before each slot chose for it.
+    """
+    slot = jnp.arange(state.filled.shape[1])
+    is_draft = is_filled(state) & (slot >= 1)
+    # Slot 0 holds text, which needs no check.
+    right = (is_draft & (tokens[:, : len(slot)] == state.tokens)) | (slot == 0)
     # A draft counts only if all drafts before it are right: the product is 1 up to the first wrong
     # one, and 0 from there on.
-    run = jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
-    # Masks saw all drafts. If one of those was wrong, the masks' predictions follow a wrong text.
-    whole = run == filled.sum(axis=1)
-    kept = filled & (slot < run[:, None])
-    drafts = draft_rule(entropies[:, :-1], is_mask(state) & whole[:, None], options.draft_budget)
-    return Verified(run, drafts, kept)
+    return jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def draft_rule(entropies: Array, is_mask: Array, budget: Array | None) -> Array:

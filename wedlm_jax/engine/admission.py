@@ -118,7 +118,8 @@ class Admitter:
 
     def _tokens(self, sequence: SequenceState) -> int:
         request, windows = sequence.request, self._windows
-        return len(sequence.text) + widest_span(windows.widest(request), windows.lookup(request))
+        span = widest_span(windows.widest(request), windows.lookup(request), sequence.backup)
+        return len(sequence.text) + span
 
     def _trim(self, rooms: Sequence[_Room]) -> bool:
         """Takes back pages granted for future forwards; returns whether there were any."""

@@ -145,6 +145,15 @@ class EngineConfig:
             none=f"{MOST_LOOKUP}; 0 where window_size is 0",
         ),
     ] = None
+    backup_masks: Annotated[
+        int | None,
+        Option(
+            "the most masks that draft on the assumption that the most doubtful draft is wrong, so "
+            "that drafts remain if it is; with windows, in mode verified",
+            low=0,
+            none="0",
+        ),
+    ] = None
     page_size: Annotated[
         int | None,
         Option("tokens per page of the cache", low=1, none="what suits the device"),

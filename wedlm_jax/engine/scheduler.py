@@ -148,7 +148,8 @@ class Scheduler:
         return min(context, request.params.max_tokens + spare)
 
     def _room(self, request: Request) -> int:
-        return longest_room(request, self._windows.widest(request), self._windows.lookup(request))
+        window, lookup = self._windows.widest(request), self._windows.lookup(request)
+        return longest_room(request, window, lookup, self._sizes.backup_room)
 
     def step(
         self,
@@ -280,7 +281,7 @@ class Scheduler:
             except InputError as error:
                 self._refused.append(Failed(request, error))
                 continue
-            sequence = SequenceState(request, next(self._arrivals))
+            sequence = SequenceState(request, next(self._arrivals), backup=self._sizes.backup_room)
             self._sequences[request.number] = sequence
             self._waiting.put(sequence)
 

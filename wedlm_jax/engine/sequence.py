@@ -18,16 +18,21 @@ if TYPE_CHECKING:
     from wedlm_jax.decode.options import Traits
 
 
-def widest_span(window: int, lookup: int) -> int:
-    """Returns the most tokens of a forward with a window of W: W masks after W filled slots or
-    after copied drafts, and the last token of the text."""
-    return window + max(window, lookup) + 1
+def widest_span(window: int, lookup: int, backup: int = 0) -> int:
+    """Returns the most tokens that a forward with a window of W needs room for: W masks after W
+    filled slots or after copied drafts, the last token of the text, and backup masks.
+
+    Args:
+      backup: room for backup masks, which only sequences with a window have.
+    """
+    return window + max(window, lookup) + 1 + (backup if window else 0)
 
 
-def longest_room(request: Request, window: int, lookup: int) -> int:
+def longest_room(request: Request, window: int, lookup: int, backup: int = 0) -> int:
     """Returns the most tokens that the pages of a request ever have to hold. Its last forward
     starts one token before the end of the text."""
-    return len(request.prompt) + request.params.max_tokens - 1 + widest_span(window, lookup)
+    text = len(request.prompt) + request.params.max_tokens
+    return text - 1 + widest_span(window, lookup, backup)
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,6 +50,7 @@ class SequenceState:
       text_length_admitted: length of the text when it was last admitted.
       window: W as last chosen.
       lookup: the most drafts that are copied from its text.
+      backup: the tokens that its pages have to hold for backup masks while it has a window.
       evidence: a `WindowChoice`'s data on the sequence.
       resume: the window that the device saved when the sequence was preempted, in mode "paper".
       num_admissions: how often it was admitted.
@@ -66,6 +72,7 @@ class SequenceState:
     text_length_admitted: int = 0
     window: int = 0
     lookup: int = 0
+    backup: int = 0
     evidence: Any = None
     resume: Any = None
     num_admissions: int = 0
@@ -120,7 +127,7 @@ class SequenceState:
         """How many tokens its pages must hold for the first forward after the burst in flight,
         however far that gets; during prefill, for the whole text and the window after it."""
         start = len(self.text) if self.is_prefilling else self.num_computed
-        span = widest_span(self.window, self.lookup)
+        span = self._widest_span
         if not self.forwards_in_flight:
             return start + span
         reached = min(start + span * self.forwards_in_flight, self.capacity_in_flight)
@@ -131,12 +138,16 @@ class SequenceState:
         and ``forwards`` more forwards, if each forward commits ``rate`` tokens."""
         start = len(self.text) if self.is_prefilling else self.num_computed
         committed = math.ceil(rate * (self.forwards_in_flight + forwards))
-        return start + widest_span(self.window, self.lookup) + committed
+        return start + self._widest_span + committed
 
     @property
     def longest_room(self) -> int:
         """The most tokens that its pages ever have to hold."""
-        return longest_room(self.request, self.window, self.lookup)
+        return longest_room(self.request, self.window, self.lookup, self.backup)
+
+    @property
+    def _widest_span(self) -> int:
+        return widest_span(self.window, self.lookup, self.backup)
 
     def append(self, new: NewTokens) -> None:
         """Appends the tokens that a burst has committed."""

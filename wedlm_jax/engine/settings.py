@@ -13,6 +13,7 @@ import jax
 
 from wedlm_jax.attention.ragged import check_ragged_backend
 from wedlm_jax.config import ModelConfig
+from wedlm_jax.decode.backup import room_for
 from wedlm_jax.decode.forward import Program
 from wedlm_jax.decode.options import Traits, Vocabulary
 from wedlm_jax.decode.spans import LARGEST_HEAD, forward_sizes
@@ -51,6 +52,7 @@ class SchedulerSizes:
       max_text: the most tokens of a prompt and its completion together.
       balanced_tokens: the size of a forward that takes about twice as long as one of one token.
       longest_burst: the most forwards of a burst while no sequence waits.
+      backup_room: the tokens that the pages of a sequence with a window must hold for backup masks.
     """
 
     replicas: int
@@ -62,6 +64,7 @@ class SchedulerSizes:
     max_text: int
     balanced_tokens: int = 16
     longest_burst: int = 64
+    backup_room: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,7 @@ class EngineSettings(SchedulerSizes):
     Attributes:
       window: W, the widest window of the engine.
       lookup: the most drafts that are copied from a text; 0 for none.
+      backup: the most backup masks of a sequence; 0 for none.
       emitted: E, the most tokens that a sequence may commit in a burst.
       cache_dtype: dtype of keys and values.
       tokens_at_once: the most tokens that go through the layers at once.
@@ -86,6 +90,7 @@ class EngineSettings(SchedulerSizes):
 
     window: int
     lookup: int
+    backup: int
     emitted: int
     cache_dtype: Any
     tokens_at_once: int
@@ -106,7 +111,8 @@ class EngineSettings(SchedulerSizes):
     @property
     def total_tokens(self) -> int:
         """The most tokens of a forward of one replica."""
-        return self.sequences_each * num_slots(self.window, self.lookup) + self.chunk_tokens
+        slots = num_slots(self.window, self.lookup) + self.backup
+        return self.sequences_each * slots + self.chunk_tokens
 
     def program(self, traits: Traits) -> Program:
         """Returns what a burst of sequences with these traits is compiled for.
@@ -116,6 +122,7 @@ class EngineSettings(SchedulerSizes):
         requests has few sizes: it has to compile quickly, and serves until a better one is ready.
         """
         alike = self.deterministic
+        backup = min(self.backup, traits.window) if traits.verified else 0
         sizes = forward_sizes(
             self.sequences_each,
             self.window if alike else traits.window,
@@ -126,8 +133,9 @@ class EngineSettings(SchedulerSizes):
             one_size=alike,
             whole=self.whole_tokens,
             lookup=traits.lookup,
+            backup=backup,
         )
-        return Program(sizes, traits, self.attention, self.vocabulary, self.refill)
+        return Program(sizes, traits, self.attention, self.vocabulary, self.refill, backup)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Returns the tokens that end a completion."""
@@ -180,13 +188,17 @@ def plan_engine(
         )
     page_size = config.page_size or _of(PAGE_SIZES, platform)
     slots = num_slots(window, lookup)
-    max_pages = math.ceil((length + slots + 1) / page_size)
+    backup = min(config.backup_masks or 0, window)
+    backup_room = room_for(backup, page_size)
+    max_pages = math.ceil((length + slots + 1 + backup_room) / page_size)
     cache_dtype = config.kv_cache_dtype or dtype
     settings = EngineSettings(
         replicas=replicas,
         sequences_each=config.max_batch_size,
         window=window,
         lookup=lookup,
+        backup=backup,
+        backup_room=backup_room,
         max_text=length,
         emitted=max(EMITTED, 2 * slots),
         page_size=page_size,

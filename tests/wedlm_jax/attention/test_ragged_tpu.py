@@ -98,7 +98,8 @@ WIDE = dataclasses.replace(TINY, head_dim=128, num_key_value_heads=2)
 
 @pytest.mark.full
 @pytest.mark.usefixtures("kernel")
-def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch):
+@pytest.mark.parametrize("backup", [0, 3])
+def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch, backup):
     """Four places for three prompts: one place is empty from the start, and more become so, while a
     prompt of several chunks is computed beside windows."""
     model = Transformer(WIDE, rngs=nnx.Rngs(0))
@@ -115,7 +116,7 @@ def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch):
     ]
 
     sizes = {"max_batch_size": 4, "page_size": 4, "chunk_tokens": 8}
-    config = EngineConfig(window_size=4, lookup=0, **sizes)
+    config = EngineConfig(window_size=4, lookup=0, backup_masks=backup, **sizes)
 
     def decoded():
         engine = Engine(model, config)

@@ -1,6 +1,8 @@
 """Drafts chosen from left to right, against a loop over sequences and slots on the whole
 vocabulary."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,12 +17,14 @@ from wedlm_jax.decode import chain
 from wedlm_jax.decode.chain import chained_drafts, likeliest
 from wedlm_jax.decode.sampling import choose_tokens, entropy
 from wedlm_jax.decode.spans import SpanPlan
-from wedlm_jax.decode.state import HeadRows
+from wedlm_jax.decode.state import Backup, HeadRows
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
 
-COUNT = 3
+COUNT, MOST = 3, 3
+"""Sequences, and the most backup masks of one."""
+ROWS = SLOTS + MOST
 
 
 class Pairs:
@@ -29,7 +33,7 @@ class Pairs:
     def __init__(self, seed):
         random = np.random.default_rng(seed)
         self.of_pair = jnp.asarray(3 * random.normal(size=(VOCAB, VOCAB)), jnp.float32)
-        self.of_place = jnp.asarray(random.normal(size=(COUNT * SLOTS, VOCAB)), jnp.float32)
+        self.of_place = jnp.asarray(random.normal(size=(COUNT * ROWS, VOCAB)), jnp.float32)
 
     def logit_corrections(self, hidden, before, tokens):
         place = hidden[:, 0].astype(jnp.int32)
@@ -37,20 +41,25 @@ class Pairs:
 
 
 def forward(some, seed):
-    """Spans of all slots one after another, and predictions of each."""
+    """Spans of all slots and backup masks one after another, and predictions of each."""
     state, options = state_of(some), options_of(some)
+    random = np.random.default_rng(seed)
+    drafts = [sum(token is not None for token in one.window) - 1 for one in some]
+    start = [random.integers(count) + 1 if count > 0 else 0 for count in [*drafts, 0]]
+    count = [random.choice([0, 2, MOST]) if first else 0 for first in start]
+    backup = Backup(jnp.array(start, jnp.int32), jnp.array(count, jnp.int32))
+    state = dataclasses.replace(state, backup=backup)
     slots = jnp.tile(jnp.arange(SLOTS), (COUNT, 1))
     plan = SpanPlan(
-        starts=jnp.arange(COUNT + 1) * SLOTS,
+        starts=jnp.arange(COUNT + 1) * ROWS,
         chunk=jnp.zeros(COUNT, jnp.int32),
         window=jnp.arange(COUNT) < len(some),
         place=slots,
         order=slots,
     )
-    random = np.random.default_rng(seed)
-    logits = 2 * random.normal(size=(COUNT, SLOTS + 1, VOCAB)).astype(np.float32)
+    logits = 2 * random.normal(size=(COUNT, ROWS + 1, VOCAB)).astype(np.float32)
     logits[..., -1] = -np.inf
-    tokens = random.integers(0, VOCAB - 1, (COUNT, SLOTS + 1))
+    tokens = random.integers(0, VOCAB - 1, (COUNT, ROWS + 1))
     return state, options, plan, jnp.asarray(logits), jnp.asarray(tokens, jnp.int32)
 
 
@@ -59,7 +68,7 @@ def chained(state, options, plan, logits, tokens, of_pair, of_place):
     model = Pairs(0)
     model.of_pair, model.of_place = of_pair, of_place
     found = jax.vmap(likeliest)(logits)
-    hidden = jnp.arange(COUNT * SLOTS, dtype=jnp.float32)[:, None]
+    hidden = jnp.arange(COUNT * ROWS, dtype=jnp.float32)[:, None]
     entropies = jnp.full(tokens.shape, 7.0)
     return chained_drafts(model, state, hidden, plan, options, tokens, entropies, found)
 
@@ -75,15 +84,23 @@ def test_each_draft_follows_the_draft_before_it(some, seed):
     expected, uncertain = np.array(tokens), np.full(tokens.shape, 7.0, np.float32)
     for i, one in enumerate(some):
         masks = [slot for slot, token in enumerate(one.window) if token is None]
-        for slot in masks[1:]:
-            before = expected[i, slot - 1]
-            row = jax.nn.log_softmax(logits[i, slot])
-            row = (row + model.of_pair[before] + model.of_place[i * SLOTS + slot])[None]
-            rows = HeadRows(*(jnp.array([x]) for x in (i, slot, True, True)))
-            expected[i, slot] = choose_tokens(row, state, options, rows)[0]
-            uncertain[i, slot] = entropy(row)[0]
+        # A mask's slot, the column of its predictions, that of the token before it, and its place.
+        places = [(slot, slot, slot - 1, slot) for slot in masks[1:]]
+        start, count = int(state.backup.start[i]), int(state.backup.count[i])
+        for number in range(1, count):
+            column = SLOTS + 1 + number
+            before = column - 1 if number > 1 else start
+            places.append((start + number, column, before, len(one.window) + number))
+        for slot, column, before, place in places:
+            row = jax.nn.log_softmax(logits[i, column])
+            pair = model.of_pair[expected[i, before]]
+            row = (row + pair + model.of_place[i * ROWS + place])[None]
+            rows = HeadRows(*(jnp.array([x]) for x in (i, slot, True, True, SLOTS)))
+            expected[i, column] = choose_tokens(row, state, options, rows)[0]
+            # All 12 tokens are candidates, but the others have a least probability.
+            others = jnp.full((1, 1), np.log(1e-6))
+            uncertain[i, column] = entropy(jnp.concatenate([row, others], axis=1))[0]
     np.testing.assert_array_equal(drafts, expected)
-    # The 12 tokens are all candidates, so those left over have no probability but rounding's.
     np.testing.assert_allclose(entropies, uncertain, rtol=1e-3, atol=1e-3)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples.windows import WINDOW, Decoding
 from tests.examples.windows import state_of as decoding_state
+from wedlm_jax.decode.backup import page_copies
 from wedlm_jax.decode.spans import (
     Allowance,
     ForwardSizes,
@@ -18,17 +19,18 @@ from wedlm_jax.decode.spans import (
     has_room,
     plan_spans,
 )
-from wedlm_jax.decode.state import num_slots
+from wedlm_jax.decode.state import Backup, num_slots
 from wedlm_jax.params import SamplingParams
 
 COUNT, MASK = 4, 99
-PLENTY = 100
+PLENTY, PAGE = 100, 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
     """One between two forwards: what of its text is computed, what it computes in chunks, and its
-    window, None where it is masked."""
+    window, None where it is masked; ``backup`` is where its backup masks start, and how many there
+    are."""
 
     text: tuple[int, ...]
     computed: int
@@ -37,14 +39,26 @@ class Sequence:
     arrival: int = 0
     capacity: int = PLENTY
     running: bool = True
+    backup: tuple[int, int] = (0, 0)
 
     @property
     def start(self):
         return max(self.computed, self.prefill)
 
+    @property
+    def slots(self):
+        return len(self.window) + self.backup[1]
+
+    @property
+    def room(self):
+        """Backup masks have pages of their own after the window's, and start there as far from the
+        beginning of a page as in the text."""
+        end, (first, count) = self.start + len(self.window), self.backup
+        return -(-end // PAGE) * PAGE + (self.start + first) % PAGE + count if count else end
+
 
 @st.composite
-def some_sequences(draw):
+def some_sequences(draw, *, backups=True):
     order = draw(st.permutations(range(COUNT)))
     made = []
     for arrival in order:
@@ -57,7 +71,10 @@ def some_sequences(draw):
         )
         capacity = draw(st.sampled_from([PLENTY, PLENTY, PLENTY, 10]))
         running = draw(st.sampled_from([True, True, True, False]))
-        made.append(Sequence(text, computed, prefill, window, arrival, capacity, running))
+        backup = 0, 0
+        if backups and draw(st.booleans()):
+            backup = draw(st.integers(1, WINDOW)), draw(st.integers(2, WINDOW))
+        made.append(Sequence(text, computed, prefill, window, arrival, capacity, running, backup))
     return made
 
 
@@ -69,12 +86,15 @@ def state_of(some):
         prefill_length=jnp.array([one.prefill for one in some], jnp.int32),
         num_computed=jnp.array([one.computed for one in some], jnp.int32),
         running=jnp.array([one.running for one in some]),
+        backup=Backup(
+            *(jnp.array(x, jnp.int32) for x in zip(*(o.backup for o in some), strict=True))
+        ),
     )
 
 
 def allowance_of(some, chunk_tokens):
     return Allowance(
-        page_table=jnp.zeros((len(some), 4), jnp.int32),
+        page_table=1 + jnp.arange(len(some) * 16, dtype=jnp.int32).reshape(len(some), 16),
         capacity=jnp.array([one.capacity for one in some], jnp.int32),
         arrival=jnp.array([one.arrival for one in some], jnp.int32),
         chunk_tokens=jnp.int32(chunk_tokens),
@@ -84,27 +104,28 @@ def allowance_of(some, chunk_tokens):
 
 
 LONGEST_CHUNK = 12
-TOTAL = COUNT * num_slots(WINDOW) + LONGEST_CHUNK
+TOTAL = COUNT * (num_slots(WINDOW) + WINDOW) + LONGEST_CHUNK
 SIZES = ForwardSizes((1, 4, 8, 16, 32, TOTAL), (1,), TOTAL)
 
 
 def runs(one):
-    return one.running and one.start + len(one.window) <= one.capacity
+    return one.running and one.room <= one.capacity
 
 
-plan_compiled = jax.jit(plan_spans, static_argnames="sizes")
+plan_compiled = jax.jit(plan_spans, static_argnames=("sizes", "page_size"))
 flat_compiled = jax.jit(flat_tokens, static_argnums=(3, 4))
-attention_compiled = jax.jit(attention_spans, static_argnums=4)
+attention_compiled = jax.jit(attention_spans, static_argnums=(4, 5))
+copies_compiled = jax.jit(page_copies, static_argnums=2)
 
 
 @given(some=some_sequences(), chunk_tokens=st.integers(0, LONGEST_CHUNK))
 def test_windows_first_then_prompts_in_order_of_arrival(some, chunk_tokens):
     state, allowance = state_of(some), allowance_of(some, chunk_tokens)
-    plan = plan_compiled(state, allowance, sizes=SIZES)
-    assert np.asarray(has_room(state, allowance)).tolist() == [
-        one.start + len(one.window) <= one.capacity for one in some
+    plan = plan_compiled(state, allowance, sizes=SIZES, page_size=PAGE)
+    assert np.asarray(has_room(state, allowance, PAGE)).tolist() == [
+        one.room <= one.capacity for one in some
     ]
-    reserved = sum(len(one.window) for one in some if runs(one))
+    reserved = sum(one.slots for one in some if runs(one))
     wanted = sum(one.start - one.computed for one in some if runs(one))
     granted = int(plan.chunk.sum())
     # The budget is used, and padding beyond it is not left idle; nothing else is computed. A budget
@@ -127,7 +148,7 @@ def test_windows_first_then_prompts_in_order_of_arrival(some, chunk_tokens):
         assert not (short and chunk), "a later prompt overtakes"
         short |= chunk < left
         assert bool(plan.window[i]) == (chunk == left)
-    lengths = np.where(plan.window, [len(one.window) for one in some], 0) + plan.chunk
+    lengths = np.where(plan.window, [one.slots for one in some], 0) + plan.chunk
     assert plan.starts.tolist() == [0, *np.cumsum(lengths).tolist()]
     assert plan.num_tokens <= TOTAL
 
@@ -143,16 +164,19 @@ def span_of(one, chunk, window):
         for slot in filled + masks:
             token = one.window[slot]
             span.append((MASK if token is None else token, start + slot))
+        span += [(MASK, start + one.backup[0] + i) for i in range(one.backup[1])]
     return span
 
 
 @given(
-    some=some_sequences(), chunk_tokens=st.integers(1, LONGEST_CHUNK), size=st.sampled_from([8, 64])
+    some=some_sequences(backups=False),
+    chunk_tokens=st.integers(1, LONGEST_CHUNK),
+    size=st.sampled_from([8, 64]),
 )
 def test_flat_tokens_are_the_spans_one_behind_the_other(some, chunk_tokens, size):
     """In parts of ``size``, each with its own spans of attention."""
     state, allowance = state_of(some), allowance_of(some, chunk_tokens)
-    plan = plan_compiled(state, allowance, sizes=SIZES)
+    plan = plan_compiled(state, allowance, sizes=SIZES, page_size=PAGE)
     spans = [span_of(one, int(plan.chunk[i]), bool(plan.window[i])) for i, one in enumerate(some)]
     expected = [token for span in spans for token in span]
     assert len(expected) == int(plan.num_tokens)
@@ -161,7 +185,7 @@ def test_flat_tokens_are_the_spans_one_behind_the_other(some, chunk_tokens, size
         here = expected[start : start + size]
         padded = [*here, *[(0, 0)] * (size - len(here))]
         assert list(zip(flat.tokens.tolist(), flat.positions.tolist(), strict=True)) == padded
-        own = attention_compiled(plan, state, allowance, jnp.int32(start), size)
+        own = attention_compiled(plan, state, allowance, jnp.int32(start), size, None)
         for i, one in enumerate(some):
             first, behind = int(plan.starts[i]), int(plan.starts[i + 1])
             begin, end = max(first, start), min(behind, start + size)
@@ -170,6 +194,58 @@ def test_flat_tokens_are_the_spans_one_behind_the_other(some, chunk_tokens, size
             # What it attends to ends with this part's last token of it.
             seen = one.computed + end - first if length else 0
             assert int(own.kv_lengths[i]) == seen
+
+
+@given(
+    some=some_sequences(),
+    chunk_tokens=st.integers(1, LONGEST_CHUNK),
+    size=st.sampled_from([8, 128]),
+)
+def test_backup_masks_see_the_text_and_the_slots_before_them(some, chunk_tokens, size):
+    """Follows every flat token into the pages, and each span's pages back to what they hold."""
+    state, allowance = state_of(some), allowance_of(some, chunk_tokens)
+    plan = plan_compiled(state, allowance, sizes=SIZES, page_size=PAGE)
+    copies = copies_compiled(state, allowance.page_table, PAGE, plan.window)
+    spans = [span_of(one, int(plan.chunk[i]), bool(plan.window[i])) for i, one in enumerate(some)]
+    expected = [token for span in spans for token in span]
+    table = np.asarray(allowance.page_table)
+    pool = np.full((table.max() + 1) * PAGE, -1)  # what each place holds: a sequence's token
+    for i, one in enumerate(some):
+        for place in range(one.computed):
+            pool[table[i, place // PAGE] * PAGE + place % PAGE] = 1000 * i + place
+    for start in range(0, max(len(expected), 1), size):
+        flat = flat_compiled(plan, state, jnp.int32(start), size, MASK)
+        here = expected[start : start + size]
+        assert list(zip(flat.tokens.tolist(), flat.positions.tolist(), strict=True)) == [
+            *here,
+            *[(0, 0)] * (size - len(here)),
+        ]
+        own = attention_compiled(plan, state, allowance, jnp.int32(start), size, PAGE)
+        starts, lengths, tables = map(
+            np.asarray, (own.query_starts, own.kv_lengths, own.page_table)
+        )
+        for row in range(2 * len(some)):
+            number = row // 2
+            begin, end = starts[row : row + 2]
+            for token in range(begin, end):
+                place = lengths[row] - (end - token)
+                # A backup mask is 500 and its number; others are known by their place.
+                one, offset = some[number], start + token - int(plan.starts[number])
+                in_backup = offset - int(plan.chunk[number]) - len(one.window)
+                held = 500 + in_backup if in_backup >= 0 else one.computed + offset
+                pool[tables[row, place // PAGE] * PAGE + place % PAGE] = 1000 * number + held
+        pool[np.asarray(copies.targets)] = pool[np.asarray(copies.sources)]
+        for row in range(2 * len(some)):
+            if starts[row] == starts[row + 1]:
+                continue
+            number, backup = divmod(row, 2)
+            seen = [
+                pool[tables[row, p // PAGE] * PAGE + p % PAGE] - 1000 * number
+                for p in range(lengths[row])
+            ]
+            one = some[number]
+            before = one.start + one.backup[0] if backup else lengths[row]
+            assert seen == [*range(before), *(500 + i for i in range(lengths[row] - before))]
 
 
 def test_a_window_has_room_for_as_many_filled_slots_as_masks():

@@ -50,7 +50,8 @@ def test_drafts_are_kept_up_to_the_first_wrong_one():
     params = SamplingParams(mode="verified", draft_budget=100.0)
     some = [Decoding((3,), (), (3, *drafts, None, None), params) for drafts in DRAFTS]
     chosen = jnp.array([[0, 5, 6, 7, 8, 9, 0, 0, 0]] * 4)
-    found = verify(state_of(some), options_of(some), chosen, jnp.ones(chosen.shape))
+    budget = options_of(some).draft_budget
+    found = verify(state_of(some), budget, chosen, jnp.ones(chosen.shape))
     assert found.run.tolist()[:3] == [4, 2, 1]
     assert [np.flatnonzero(kept).tolist() for kept in found.kept[:3]] == [[0, 1, 2, 3], [0, 1], [0]]
     # What the first mask stands for is known; and behind a wrong draft nothing is drafted.

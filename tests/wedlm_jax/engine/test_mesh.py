@@ -75,7 +75,7 @@ def engine_of(model, mesh=None, **options):
 @pytest.fixture(scope="module")
 def on_eight():
     mesh = mesh_of({"data": 2, "tensor": 4})
-    engine = engine_of(on_mesh(MODEL, mesh), mesh, lookup=3)
+    engine = engine_of(on_mesh(MODEL, mesh), mesh, lookup=3, backup_masks=2)
     engine.expect([dataclasses.replace(PARAMS[1], draft="lookup")])
     return engine
 

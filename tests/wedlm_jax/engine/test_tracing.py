@@ -81,6 +81,7 @@ def check_paper(one, request, length):
 def check_anchored(one, request, window, length):
     """The same where rows choose: drafts are committed up to the first that is wrong."""
     forward, budget = one.forward, request.params.draft_budget
+    budget = 2.0 if budget is None else budget
     assert forward.start == length - 1
     drafts = leading_run([token is not None for token in forward.held]) - 1
     right = (forward.rejected[0] - 1) if forward.rejected else drafts

@@ -1,0 +1,161 @@
+"""Backup masks: the compiled loop against a loop in Python, whatever the pages, sizes and batch."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.examples.decode import (
+    DRAWN,
+    SAFE_MARGIN,
+    Case,
+    batches,
+    cases_with_options,
+    in_mode,
+    on_mesh,
+    run,
+    say_the_same,
+    small_engine,
+)
+from tests.reference.verified_loop import decode_verified
+from wedlm_jax.decode.backup import next_backup
+from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import make_mesh
+
+BUDGETS = (0.0, 1.0, 3.0, 1e6)
+
+
+def test_the_likeliest_wrong_draft_is_the_first_doubtful_one():
+    right = jnp.array([[1.0, 0.9, 0.5, 0.1], [1.0, 0.2, 0.2, 0.2], [1.0, 0.99, 0.98, 0.99]])
+    fills = jnp.array([[False, True, True, True]] * 3)
+    run, window = jnp.array([0, 0, 1]), jnp.array([3, 2, 1])
+    everyone = jnp.ones(3, bool)
+    found = next_backup(fills, -jnp.log(right), run, window, 8, everyone)
+    # Chances that the first wrong draft is at each slot: 0.1, 0.45, 0.405; 0.8; 0.01, 0.02, 0.01.
+    # A single mask, whose token is known, would draft nothing.
+    assert found.count.tolist() == [3, 2, 0]
+    assert found.start.tolist() == [2, 1, 0]
+    found = next_backup(fills, -jnp.log(right), run, window, 2, everyone.at[0].set(False))
+    assert found.count.tolist() == [0, 2, 0]
+    none = next_backup(jnp.zeros_like(fills), -jnp.log(right), run, window, 8, everyone)
+    assert none.count.tolist() == [0, 0, 0]
+
+
+# --- against the loop in Python ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    return small_engine(tiny_model, backup_masks=3)
+
+
+@st.composite
+def verified_batches(draw):
+    some = draw(batches())
+    if draw(st.booleans()):
+        some[0] = draw(cases_with_options())
+    return [
+        in_mode(one, "verified", draft_budget=draw(st.sampled_from(BUDGETS)), draft="masks")
+        for one in some
+    ]
+
+
+@given(batch=verified_batches())
+def test_it_decodes_as_the_loop_in_python(engine, full_forward, batch):
+    for case, ours in zip(batch, run(engine, batch), strict=True):
+        theirs, _ = decode_verified(
+            full_forward,
+            case.prompt,
+            case.params,
+            window=case.window,
+            backup=3,
+            mask_token_id=23,
+            eos_token_ids=(1,),
+        )
+        if theirs.margin > SAFE_MARGIN:
+            assert ours.token_ids == theirs.token_ids
+            assert ours.num_forwards == theirs.num_forwards
+            assert ours.num_token_instances == theirs.num_token_instances
+
+
+@given(batch=verified_batches())
+def test_the_tokens_are_those_of_autoregressive_decoding(engine, batch):
+    expected = run(engine, [in_mode(case, "ar") for case in batch])
+    assert all(map(say_the_same, run(engine, batch), expected))
+
+
+# --- the same in every engine ----------------------------------------------------------------
+
+
+def some_cases():
+    """More than decode together, greedy and sampled; with a budget that never ends they draft in
+    every forward whose drafts were right."""
+    rng = np.random.default_rng(5)
+    made = []
+    for number in range(7):
+        prompt = tuple(rng.integers(2, 23, 4 * number + 1).tolist())
+        params = SamplingParams(
+            temperature=[0.0, 1.0][number % 2],
+            seed=number,
+            max_tokens=20,
+            draft_budget=1e6,
+            ignore_eos=True,
+        )
+        made.append(Case(prompt, params, [4, 4, 2, 3][number % 4]))
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(full_forward):
+    """The loop's completions; some of their drafts are from backup masks, and were right."""
+    found = [
+        decode_verified(
+            full_forward, one.prompt, one.params, window=one.window, backup=3, mask_token_id=23
+        )
+        for one in some_cases()
+    ]
+    without = [
+        decode_verified(
+            full_forward, one.prompt, one.params, window=one.window, backup=0, mask_token_id=23
+        )
+        for one in some_cases()
+    ]
+    assert min(one.margin for one, _ in found) > SAFE_MARGIN
+    assert sum(count for _, count in found) > 10
+    forwards = [sum(one.num_forwards for one, _ in some) for some in (found, without)]
+    assert forwards[0] < forwards[1]
+    return [(one.token_ids, one.num_forwards, one.num_token_instances) for one, _ in found]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 1},
+        {"page_size": 16, "chunk_tokens": 3},
+        {"deterministic": True},
+        {"attention": "gather"},
+        {"num_pages": 27},
+        {"backup_masks": 8},
+        {"mesh": {"data": 2}, "max_batch_size": 2},
+    ],
+    ids=str,
+)
+def test_pages_and_sizes_change_neither_tokens_nor_forwards(tiny_model, expected, options):
+    given = {"backup_masks": 3, **options}
+    if sizes := given.pop("mesh", None):
+        given["mesh"] = make_mesh(sizes, jax.devices()[:2])
+        tiny_model = on_mesh(tiny_model, given["mesh"])
+    engine = small_engine(tiny_model, DRAWN, **given)
+    results = run(engine, some_cases())
+    if options.get("backup_masks") == 8:  # as many as the window has
+        assert [one.token_ids for one in results] == [tokens for tokens, *_ in expected]
+        return
+    found = [(one.token_ids, one.num_forwards, one.num_token_instances) for one in results]
+    if "num_pages" in options:
+        assert engine.counters.preemptions
+        found = [one[:1] for one in found]
+        expected = [one[:1] for one in expected]
+    assert found == expected
