@@ -81,7 +81,8 @@ class Predictions(NamedTuple):
       tokens: int32.
       entropies: float32, in nats.
       logprobs: log-probabilities of the tokens; None where no sequence asks for them.
-      candidates: ``[.., C]``, while drafts are chosen; None unless the model has a previous-token head.
+      candidates: ``[.., C]``, while drafts are chosen; None unless the model has a previous-token
+        head.
     """
 
     tokens: Array

@@ -33,7 +33,8 @@ MOST_STOPS = 64
 
 
 UNSET = {"entropy_threshold": -np.inf, "draft_budget": np.nan}
-"""What stands for None on the device: nothing is below −inf, and NaN is the program's own budget."""
+"""What stands for None on the device: nothing is below −inf, and NaN is the program's usual budget.
+"""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,7 +73,7 @@ def some_sequences(draw, *, backups=True):
         running = draw(st.sampled_from([True, True, True, False]))
         backup = 0, 0
         if backups and draw(st.booleans()):
-            backup = draw(st.integers(1, WINDOW)), draw(st.integers(2, WINDOW))
+            backup = draw(st.integers(1, min(slots, WINDOW))), draw(st.integers(2, WINDOW))
         made.append(Sequence(text, computed, prefill, window, arrival, capacity, running, backup))
     return made
 
@@ -81,14 +81,13 @@ def some_sequences(draw, *, backups=True):
 def state_of(some):
     windows = [Decoding((), one.text, one.window, SamplingParams()) for one in some]
     state = jax.tree.map(lambda x: x[: len(some)], decoding_state(windows))
+    backup = np.array([one.backup for one in some], np.int32)
     return dataclasses.replace(
         state,
         prefill_length=jnp.array([one.prefill for one in some], jnp.int32),
         num_computed=jnp.array([one.computed for one in some], jnp.int32),
         running=jnp.array([one.running for one in some]),
-        backup=Backup(
-            *(jnp.array(x, jnp.int32) for x in zip(*(o.backup for o in some), strict=True))
-        ),
+        backup=Backup(*map(jnp.array, backup.T)),
     )
 
 
