@@ -72,7 +72,8 @@ def decode_verified(
         if new and min(window, backup) > 1:
             right = np.exp(-np.array([uncertain for _, uncertain in new]))
             wrong = np.cumprod([1, *right[:-1]]) * (1 - right)
-            start = 1 + int(np.argmax(wrong))
+            start = 1 + int(np.argmax(wrong)) if wrong.max() >= 0.2 else None
+            out.margin = min(out.margin, abs(wrong.max() - 0.2))
             if len(wrong) > 1:
                 first, second = np.sort(wrong)[::-1][:2]
                 out.margin = min(out.margin, first - second)

@@ -25,6 +25,11 @@ from wedlm_jax.attention.pages import PageCopies
 from wedlm_jax.decode.state import Backup, DecodeState
 
 
+LEAST_CHANCE = 0.2
+"""The least chance that the assumed draft is the first wrong one. Below it, backup masks of the
+included model add a tenth to the tokens of a forward, and nothing to those that it commits."""
+
+
 def next_backup(
     fills: Array, entropies: Array, run: Array, window: Array, most: int, eligible: Array
 ) -> Backup:
@@ -40,11 +45,12 @@ def next_backup(
     """
     # exp(-H) estimates the chance that a draft is right (`wedlm_jax.decode.verified.draft_rule`).
     right = jnp.where(fills, jnp.exp(-entropies), 1.0)
-    reached = jnp.cumprod(right, axis=1) / right
-    first_wrong = jnp.argmax(reached * (1.0 - right), axis=1).astype(jnp.int32)
+    chance = jnp.cumprod(right, axis=1) / right * (1.0 - right)
+    first_wrong = jnp.argmax(chance, axis=1).astype(jnp.int32)
     # With fewer than two masks there is no draft, since the first mask's token is known.
     count = jnp.minimum(window, most)
-    count = jnp.where(eligible & fills.any(axis=1) & (count > 1), count, 0)
+    doubtful = chance.max(axis=1) >= LEAST_CHANCE
+    count = jnp.where(eligible & doubtful & (count > 1), count, 0)
     return Backup(jnp.where(count > 0, first_wrong - run, 0), count)
 
 

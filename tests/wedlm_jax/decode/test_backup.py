@@ -30,13 +30,16 @@ BUDGETS = (0.0, 1.0, 3.0, 1e6)
 def test_the_likeliest_wrong_draft_is_the_first_doubtful_one():
     right = jnp.array([[1.0, 0.9, 0.5, 0.1], [1.0, 0.2, 0.2, 0.2], [1.0, 0.99, 0.98, 0.99]])
     fills = jnp.array([[False, True, True, True]] * 3)
-    run, window = jnp.array([0, 0, 1]), jnp.array([3, 2, 1])
+    run, window = jnp.array([0, 0, 1]), jnp.array([3, 2, 3])
     everyone = jnp.ones(3, bool)
     found = next_backup(fills, -jnp.log(right), run, window, 8, everyone)
     # Chances that the first wrong draft is at each slot: 0.1, 0.45, 0.405; 0.8; 0.01, 0.02, 0.01.
-    # A single mask, whose token is known, would draft nothing.
+    # The last is too small a chance.
     assert found.count.tolist() == [3, 2, 0]
     assert found.start.tolist() == [2, 1, 0]
+    # A single mask, whose token is known, would draft nothing.
+    found = next_backup(fills, -jnp.log(right), run, jnp.array([1, 2, 3]), 8, everyone)
+    assert found.count.tolist() == [0, 2, 0]
     found = next_backup(fills, -jnp.log(right), run, window, 2, everyone.at[0].set(False))
     assert found.count.tolist() == [0, 2, 0]
     none = next_backup(jnp.zeros_like(fills), -jnp.log(right), run, window, 8, everyone)
