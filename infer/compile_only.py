@@ -36,7 +36,13 @@ from wedlm_jax.decode.options import Traits
 from wedlm_jax.decode.state import num_slots
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.engine.programs import lower_burst
-from wedlm_jax.engine.settings import PAGE_SIZES, EngineSettings, bytes_per_page, plan_engine
+from wedlm_jax.engine.settings import (
+    BACKUP_MASKS,
+    PAGE_SIZES,
+    EngineSettings,
+    bytes_per_page,
+    plan_engine,
+)
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import PREVIOUS_RANK, TARGETS, LoraConfig, with_adapters
@@ -338,7 +344,7 @@ def main(options: dict[str, Any]) -> int:
     window = DEFAULT_WINDOW if window == "auto" else window
     # Masks draft where there are any.
     lookup = 0 if window else lookup
-    backup = min(options.get("backup_masks") or 0, int(window))
+    backup = min(options.get("backup_masks", BACKUP_MASKS["tpu"]), int(window))
     sizes = DecodeSizes(
         options.get("batch_size", 16),
         options.get("max_model_len", 1536),

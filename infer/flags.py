@@ -26,8 +26,8 @@ ENGINE_FLAGS = tuple(
     if name not in ("refill", "lookup", "page_size", "num_pages", "chunk_tokens")
 )
 """Fields of `EngineConfig` that have a flag."""
-HELD = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic")
-"""Of these, the ones that say how a model is held: all engines of a benchmark share them."""
+SHARED = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic", "backup_masks")
+"""Of these, the ones that all engines of a benchmark share."""
 FLAG_NAMES = {"max_batch_size": "batch_size"}
 """Fields whose flag has another name."""
 LLM_OPTIONS = ("model", *(FLAG_NAMES.get(name, name) for name in ENGINE_OPTIONS))

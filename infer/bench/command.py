@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infer.bench.rival import RIVALS, check_rival
-from infer.flags import HELD, add_engine_options, flag
+from infer.flags import SHARED, add_engine_options, flag
 from infer.harness.human_eval import HUMAN_EVAL
 from infer.plots import check_plot
 from wedlm_jax.errors import InputError
@@ -123,7 +123,7 @@ examples:
 def add_subject_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that say which model decodes which questions, and how it is held; one that
     is not given is to be absent from what is parsed."""
-    add_engine_options(parser, names=("model", *HELD))
+    add_engine_options(parser, names=("model", *SHARED))
     questions = (
         f"JSONL, one or more; {HUMAN_EVAL} for the prompts of the package human-eval "
         "[those of the embedded model]"

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from infer.evaluate import EMBEDDED_QUESTIONS
-from infer.flags import HELD
+from infer.flags import SHARED
 from infer.harness.human_eval import HUMAN_EVAL, code_questions
 from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.model import load_checkpoint
@@ -43,7 +43,7 @@ class Subject:
       folder: its checkpoint; None for random weights.
       codec: its tokenizer, if it has one.
       dtype: dtype of weights and cache.
-      options: options of every engine: those of `HELD` that were given.
+      options: options of every engine: those of `SHARED` that were given.
     """
 
     model: Transformer
@@ -84,7 +84,7 @@ def _turns(question: Question) -> Sequence[Any]:
 
 def held_as(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the dtype of weights, and the options of engines, among parsed options."""
-    own = {name: options[name] for name in HELD if name in options}
+    own = {name: options[name] for name in SHARED if name in options}
     check_quantization(own.get("quantization"))
     return own.get("dtype") or ("float32" if runs_apart() else "bfloat16"), own
 

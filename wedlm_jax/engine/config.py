@@ -151,7 +151,7 @@ class EngineConfig:
             "the most masks that draft on the assumption that the most doubtful draft is wrong, so "
             "that drafts remain if it is; with windows, in mode verified",
             low=0,
-            none="0",
+            none="8, but 0 on a CPU",
         ),
     ] = None
     page_size: Annotated[

@@ -34,6 +34,8 @@ about twice the number of tokens that the device computes while it reads the wei
 TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """The most tokens that go through the layers at once. More would not be cheaper per token; larger
 forwards are computed in parts of this size, with little padding."""
+BACKUP_MASKS = {"cpu": 0, "gpu": 8, "tpu": 8}
+"""Backup masks cost nothing where a forward's time is that of reading the weights."""
 EMITTED = 256
 """The least room for tokens that a sequence commits before the host fetches them."""
 
@@ -188,7 +190,8 @@ def plan_engine(
         )
     page_size = config.page_size or _of(PAGE_SIZES, platform)
     slots = num_slots(window, lookup)
-    backup = min(config.backup_masks or 0, window)
+    backup = _of(BACKUP_MASKS, platform) if config.backup_masks is None else config.backup_masks
+    backup = min(backup, window) if config.refill == "streaming" else 0
     backup_room = room_for(backup, page_size)
     max_pages = math.ceil((length + slots + 1 + backup_room) / page_size)
     cache_dtype = config.kv_cache_dtype or dtype
