@@ -213,6 +213,10 @@ def sampling_given(body: BaseModel) -> dict[str, Any]:
     if isinstance(body, ChatRequest):
         given.pop("logprobs", None)
         chat: Any = body
+        try:
+            OPTIONS["logprobs"].check("top_logprobs", chat.top_logprobs)
+        except InputError as error:
+            raise bad_request(error, ("top_logprobs",)) from None
         if chat.logprobs:
             given["logprobs"] = chat.top_logprobs or 0
         elif chat.top_logprobs:

@@ -24,7 +24,6 @@ from jax import Array
 from wedlm_jax.attention.pages import PageCopies
 from wedlm_jax.decode.state import Backup, DecodeState
 
-
 LEAST_CHANCE = 0.2
 """The least chance that the assumed draft is the first wrong one. Below it, backup masks of the
 included model add a tenth to the tokens of a forward, and nothing to those that it commits."""

@@ -180,6 +180,10 @@ CHAT_FIELDS = [
     ({"tool_choice": "required"}, "input should be 'none' or 'auto'"),
     ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' cannot be set there"),
     ({"top_logprobs": 3}, "top_logprobs: expected logprobs to be true"),
+    (
+        {"top_logprobs": 99, "logprobs": True},
+        "top_logprobs: expected an integer from 0 to 20, not 99",
+    ),
     ({"max_completion_tokens": 3, "max_tokens": 3}, "says the same as max_tokens"),
     ({"max_completion_tokens": 9999}, "exceed max_model_len 1024"),
     ({"max_completion_tokens": 0}, "max_tokens: expected an integer of at least 1"),
