@@ -23,9 +23,8 @@ def engines():
     """One with pages for hardly two sequences, three of which decode together; and one for a
     sequence alone. Both at one size, so that their tokens are equal to the bit."""
     model = Transformer(TINY, rngs=nnx.Rngs(7))
-    small = small_engine(
-        model, EXPECTED, max_batch_size=3, num_pages=22, max_model_len=40, deterministic=True
-    )
+    short = {"num_pages": 22, "max_model_len": 40, "backup_masks": 3}
+    small = small_engine(model, EXPECTED, max_batch_size=3, deterministic=True, **short)
     return small, small_engine(model, EXPECTED, max_batch_size=3, deterministic=True)
 
 
