@@ -1,5 +1,7 @@
 """Backup masks: the compiled loop against a loop in Python, whatever the pages, sizes and batch."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,8 +21,11 @@ from tests.examples.decode import (
     say_the_same,
     small_engine,
 )
+from tests.examples.windows import SLOTS, Decoding, options_of, state_of
 from tests.reference.verified_loop import decode_verified
 from wedlm_jax.decode.backup import next_backup
+from wedlm_jax.decode.state import Backup
+from wedlm_jax.decode.verified import verify
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh
 
@@ -44,6 +49,21 @@ def test_the_likeliest_wrong_draft_is_the_first_doubtful_one():
     assert found.count.tolist() == [0, 2, 0]
     none = next_backup(jnp.zeros_like(fills), -jnp.log(right), run, window, 8, everyone)
     assert none.count.tolist() == [0, 0, 0]
+
+
+def test_backup_masks_draft_only_after_the_wrong_draft_that_they_assume():
+    """Three drafts after the text's last token, then two masks; three backup masks from slot 2."""
+    params = SamplingParams(mode="verified", draft_budget=100.0)
+    some = [Decoding((3,), (), (3, 5, 6, 7, None, None), params)] * 3
+    state, budget = state_of(some), options_of(some).draft_budget
+    backup = Backup(jnp.array([2, 2, 2, 0]), jnp.array([3, 3, 3, 0]))
+    state = dataclasses.replace(state, backup=backup)
+    chosen = jnp.array([[0, 5, 6, 7, 8], [0, 5, 9, 7, 8], [0, 9, 6, 7, 8], [0] * 5])
+    chosen = jnp.pad(chosen, ((0, 0), (0, SLOTS + 1 - 5)))
+    found = verify(state, budget, chosen, jnp.ones(chosen.shape))
+    assert found.run.tolist()[:3] == [4, 2, 1]
+    assert [np.flatnonzero(one).tolist() for one in found.drafts[:3]] == [[5], [3, 4], []]
+    assert [np.flatnonzero(one).tolist() for one in found.kept[:3]] == [[0, 1, 2, 3], [0, 1], [0]]
 
 
 # --- against the loop in Python ----------------------------------------------------------------
