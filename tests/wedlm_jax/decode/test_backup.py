@@ -23,7 +23,9 @@ from tests.examples.decode import (
 )
 from tests.examples.windows import SLOTS, Decoding, options_of, state_of
 from tests.reference.verified_loop import decode_verified
-from wedlm_jax.decode.backup import next_backup
+from wedlm_jax.decode.backup import backup_rows, next_backup
+from wedlm_jax.decode.forward import _head_rows
+from wedlm_jax.decode.spans import SpanPlan
 from wedlm_jax.decode.state import Backup
 from wedlm_jax.decode.verified import verify
 from wedlm_jax.params import SamplingParams
@@ -64,6 +66,24 @@ def test_backup_masks_draft_only_after_the_wrong_draft_that_they_assume():
     assert found.run.tolist()[:3] == [4, 2, 1]
     assert [np.flatnonzero(one).tolist() for one in found.drafts[:3]] == [[5], [3, 4], []]
     assert [np.flatnonzero(one).tolist() for one in found.kept[:3]] == [[0, 1, 2, 3], [0, 1], [0]]
+
+
+def test_the_rows_of_backup_masks_see_the_slots_before_them():
+    """As above: the first backup mask has no row, the others stand after the window's six slots."""
+    some = [Decoding((3,), (), (3, 5, 6, 7, None, None), SamplingParams(mode="verified"))]
+    backup = Backup(jnp.array([2, 0]), jnp.array([3, 0]))
+    state = dataclasses.replace(state_of(some), backup=backup)
+    slots = jnp.tile(jnp.arange(SLOTS), (2, 1))
+    plan = SpanPlan(jnp.array([0, 19, 19]), jnp.array([10, 0]), slots[:, 0] < 1, slots, slots)
+    has_row = jnp.zeros((2, SLOTS + 1 + 3), bool).at[0, :SLOTS].set(slots[0] < 6)
+    has_row = has_row.at[:, SLOTS + 1 :].set(backup_rows(state, 3))
+    starts = jnp.array([0, 8, 8])
+    rows, places = _head_rows(state, options_of(some), plan, has_row, starts, jnp.int32(0), 8)
+    assert rows.valid.all()
+    assert rows.slot.tolist() == [0, 1, 2, 3, 4, 5, 3, 4]
+    # Rows of text and drafts see the slots before their own, the window's masks see all.
+    assert rows.sees.tolist() == [0, 1, 2, 3, 4, SLOTS, 2, 2]
+    assert places.tolist() == [10, 10, 11, 12, 13, 15, 17, 18]
 
 
 # --- against the loop in Python ----------------------------------------------------------------
