@@ -202,3 +202,9 @@ def test_pages_and_sizes_change_neither_tokens_nor_forwards(tiny_model, expected
         found = [one[:1] for one in found]
         expected = [one[:1] for one in expected]
     assert found == expected
+
+
+def test_in_a_cache_of_eight_bits_tokens_are_those_of_autoregressive_decoding(tiny_model):
+    engine = small_engine(tiny_model, DRAWN, backup_masks=3, kv_cache_dtype="int8")
+    expected = run(engine, [in_mode(case, "ar") for case in some_cases()])
+    assert all(map(say_the_same, run(engine, some_cases()), expected))
