@@ -137,7 +137,8 @@ def _check_optimizer(origin: Origin, config: TrainConfig) -> None:
         text = (origin.run / CONFIG).read_text(encoding="utf-8")
         saved = OmegaConf.create(text)
     except Exception:
-        # YAML parsers and clients of buckets have many error types.
+        # YAML parsers and clients of buckets have many error types. Shapes are compared later, so
+        # without this recipe only the clearer message is lost.
         return
     ours: Any = OmegaConf.create(dataclasses.asdict(config))
     for field, default in DECISIVE.items():
@@ -422,7 +423,8 @@ def _same_rates(config: TrainConfig, saved: Any, done: int) -> bool:
         assert isinstance(before, TrainConfig)
         were = schedule_of(before)
     except Exception:
-        # A recipe of an earlier version, in which a field had another meaning.
+        # In a recipe of an earlier version a field may mean something else, which can raise
+        # anything. Rates that cannot be compared count as different: the safe answer.
         return False
     steps = np.arange(done)
     was, now = (

@@ -24,7 +24,7 @@ from wedlm_jax.host.atomic import check_writable, write_json
 T = TypeVar("T")
 
 FILE_WIDTH = 150
-"""Columns of a table that is printed to a file or a pipe, so that no heading is cut."""
+"""Width, in characters, of tables that go to a file or a pipe: enough that no heading is cut."""
 
 
 def status(title: str) -> Status:

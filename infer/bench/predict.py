@@ -71,7 +71,8 @@ def predict(options: Mapping[str, Any], report: Report) -> None:
         found = []
         for window in sorted({0, *asked}):
             with status(f"compiling for {topology}: {sequences} sequences, W = {window}"):
-                sizes = DecodeSizes(sequences, MODEL_LEN, window)
+                backup = min(options.get("backup_masks", 0), window)
+                sizes = DecodeSizes(sequences, MODEL_LEN, window, backup=backup)
                 made = compile_decoder(model, topology, sizes, drafter=drafter)
             forward = made.forward
             found.append(

@@ -60,7 +60,8 @@ def is_used(state: DecodeState, run: Array) -> Array:
 
 
 def backup_rows(state: DecodeState, most: int) -> Array:
-    """Returns which backup masks need the head, bool ``[N, most]``: all after the first."""
+    """Returns the backup masks that need the head, bool ``[N, most]``: all but the first, whose
+    token is chosen by a row of text."""
     number = jnp.arange(most)
     return (number >= 1) & (number < state.backup.count[:, None])
 

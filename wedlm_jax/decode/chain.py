@@ -1,4 +1,4 @@
-"""Chooses the drafts of a window from left to right, each with the draft before it known.
+"""Chooses the drafts of a window from left to right, each given the draft before it.
 
 Masks are computed together and so do not see each other's drafts. A drafter with a
 `wedlm_jax.model.lora.PreviousTokenHead` corrects each mask by the draft before it. That takes one

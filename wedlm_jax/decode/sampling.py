@@ -55,7 +55,7 @@ def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: Hea
 def choose_candidates(
     logits: Array, tokens: Array, state: DecodeState, options: Options, rows: HeadRows
 ) -> Array:
-    """Chooses among a few tokens of each row; returns int32 ``[R]``.
+    """Returns a token for each row, int32 ``[R]``, chosen from a few candidates.
 
     Each token keeps the random number that it has in `choose_tokens`. Top-k, top-p and min-p apply
     as if there were no other tokens.

@@ -118,7 +118,7 @@ class Admitter:
 
     def _tokens(self, sequence: SequenceState) -> int:
         request, windows = sequence.request, self._windows
-        span = widest_span(windows.widest(request), windows.lookup(request), sequence.backup)
+        span = widest_span(windows.widest(request), windows.lookup(request), sequence.backup_room)
         return len(sequence.text) + span
 
     def _trim(self, rooms: Sequence[_Room]) -> bool:

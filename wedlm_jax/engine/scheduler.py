@@ -281,7 +281,8 @@ class Scheduler:
             except InputError as error:
                 self._refused.append(Failed(request, error))
                 continue
-            sequence = SequenceState(request, next(self._arrivals), backup=self._sizes.backup_room)
+            room = self._sizes.backup_room
+            sequence = SequenceState(request, next(self._arrivals), backup_room=room)
             self._sequences[request.number] = sequence
             self._waiting.put(sequence)
 

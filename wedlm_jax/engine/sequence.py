@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from wedlm_jax.decode.options import Traits
 
 
-def widest_span(window: int, lookup: int, backup: int = 0) -> int:
+def widest_span(window: int, lookup: int, backup_room: int = 0) -> int:
     """Returns the most tokens that a forward with a window of W needs room for: W masks after W
     filled slots or after copied drafts, the last token of the text, and backup masks.
 
     Args:
-      backup: room for backup masks, which only sequences with a window have.
+      backup_room: room for backup masks, which only sequences with a window have.
     """
-    return window + max(window, lookup) + 1 + (backup if window else 0)
+    return window + max(window, lookup) + 1 + (backup_room if window else 0)
 
 
-def longest_room(request: Request, window: int, lookup: int, backup: int = 0) -> int:
+def longest_room(request: Request, window: int, lookup: int, backup_room: int = 0) -> int:
     """Returns the most tokens that the pages of a request ever have to hold. Its last forward
     starts one token before the end of the text."""
     text = len(request.prompt) + request.params.max_tokens
-    return text - 1 + widest_span(window, lookup, backup)
+    return text - 1 + widest_span(window, lookup, backup_room)
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,7 +50,7 @@ class SequenceState:
       text_length_admitted: length of the text when it was last admitted.
       window: W as last chosen.
       lookup: the most drafts that are copied from its text.
-      backup: the tokens that its pages have to hold for backup masks while it has a window.
+      backup_room: the tokens that its pages must hold for backup masks while it has a window.
       evidence: a `WindowChoice`'s data on the sequence.
       resume: the window that the device saved when the sequence was preempted, in mode "paper".
       num_admissions: how often it was admitted.
@@ -72,7 +72,7 @@ class SequenceState:
     text_length_admitted: int = 0
     window: int = 0
     lookup: int = 0
-    backup: int = 0
+    backup_room: int = 0
     evidence: Any = None
     resume: Any = None
     num_admissions: int = 0
@@ -143,11 +143,11 @@ class SequenceState:
     @property
     def longest_room(self) -> int:
         """The most tokens that its pages ever have to hold."""
-        return longest_room(self.request, self.window, self.lookup, self.backup)
+        return longest_room(self.request, self.window, self.lookup, self.backup_room)
 
     @property
     def _widest_span(self) -> int:
-        return widest_span(self.window, self.lookup, self.backup)
+        return widest_span(self.window, self.lookup, self.backup_room)
 
     def append(self, new: NewTokens) -> None:
         """Appends the tokens that a burst has committed."""

@@ -35,7 +35,8 @@ TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
 """The most tokens that go through the layers at once. More would not be cheaper per token; larger
 forwards are computed in parts of this size, with little padding."""
 BACKUP_MASKS = {"cpu": 0, "gpu": 8, "tpu": 8}
-"""Backup masks cost nothing where a forward's time is that of reading the weights."""
+"""The default number of backup masks. On an accelerator with few sequences a forward's time goes
+into reading the weights, so that more tokens are nearly free; on a CPU each token costs time."""
 EMITTED = 256
 """The least room for tokens that a sequence commits before the host fetches them."""
 

@@ -51,8 +51,8 @@ class Sequence:
 
     @property
     def room(self):
-        """Backup masks have pages of their own after the window's, and start there as far from the
-        beginning of a page as in the text."""
+        """Backup masks use pages after the window's, and start there at the same offset within a
+        page as their logical position."""
         end, (first, count) = self.start + len(self.window), self.backup
         return -(-end // PAGE) * PAGE + (self.start + first) % PAGE + count if count else end
 
