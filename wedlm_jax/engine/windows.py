@@ -14,12 +14,14 @@ probability q, so
     E(W) = 1 + q + q² + … + q^(W - 1).
 
 A single number thus determines what any window commits. Each sequence has its own, from what its
-recent forwards have committed; while these are few, the mean of all sequences of its kind counts
-more.
+recent forwards have committed; while these are few, the mean of the last sequences of its kind
+counts more. This mean is of sequences, not of forwards: where windows do not pay a sequence soon
+stops using them, so a mean of forwards would remember the easy texts of long ago.
 
 While windows do not pay nothing is learnt about them, so they are tried from time to time: a few
 sequences get a window for one burst, as long as trials cost only a small share of the time. While
-windows pay, an occasional burst without them checks the gain.
+windows pay, an occasional burst without them checks the gain. And a burst is short while most of
+its windows are of sequences that have not used any yet.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class WindowChoice:
 
     Attributes:
       costs: the costs of forwards, corrected by every burst; None until they are known.
-      most_forwards: limit of the next burst if its windows are a trial or a check; else None.
+      most_forwards: limit of the next burst if its windows are a trial, a check or the first of
+        most sequences; else None.
     """
 
     def __init__(self, window: int, lookup: int = 0):
@@ -103,7 +106,7 @@ TRIAL = (1, 8)
 """The forwards of the two bursts that try what does not seem best: windows, or none. The first
 changes the program, which takes longer than a forward of a small model, so that its time tells
 nothing. A longer second one, in which a short answer is decoded to its end, would cost more and not
-tell more."""
+tell more; so the first windows of new sequences get no more than these, either."""
 TRIAL_OVERHEADS = 5
 """What a trial costs in addition to its forwards, in multiples of a burst's overhead: one for each
 of its two bursts, one and a half for each of two changes of the program, as measured on a CPU."""
@@ -114,13 +117,15 @@ HARMLESS = 1.05
 """The factor by which windows may slow a forward down if all sequences try them at once."""
 HOPE = 0.9
 """The value of q before any forward."""
-ENOUGH = 12.0
-"""The number of forwards with windows, including the prior's, before which a kind is unknown."""
 PRIOR, OWN_MEMORY = 4.0, 48.0
-"""The weight, in forwards, of a kind's mean for one of its sequences; and the number of forwards
-after which a sequence's older ones have mostly faded."""
-MEMORY = 128.0
-"""The same for a kind."""
+"""The weight, in forwards, of a kind's mean for one of its sequences, and the most that a sequence
+weighs in that mean; and the number of forwards after which a sequence's older ones have mostly
+faded."""
+MEMORY = 16.0
+"""The same for a kind: the last four sequences, or a quarter of those that run, tell what the next
+is like."""
+ENOUGH = 8.0
+"""The weight, including the prior's, below which a kind is unknown."""
 DRAFTS_MEMORY = 500.0
 """The number of accepted drafts that are remembered, for the ratio of drafts to accepted ones."""
 PATIENCE = 16
@@ -143,14 +148,19 @@ class _Commits:
         self.forwards = self.forwards * kept + forwards
 
 
+def _weight(forwards: float) -> float:
+    """Returns how many forwards a sequence counts as in the mean of its kind."""
+    return PRIOR * forwards / (PRIOR + forwards)
+
+
 @dataclasses.dataclass(slots=True)
 class _Evidence:
     """What is known of a sequence.
 
     Attributes:
       own: what its forwards committed.
-      kind: the same of all sequences of its kind, such as greedy ones in mode "verified". These
-        begin with an optimistic prior, which soon fades.
+      kind: the same of the last sequences of its kind, such as greedy ones in mode "verified". It
+        begins with an optimistic prior, which soon fades.
       window: its window in the last observed burst.
     """
 
@@ -324,7 +334,11 @@ class AutoWindows(WindowChoice):
                 best, self.most_forwards, self._trial = other, TRIAL[0], pays
             elif not pays:
                 self._next[n] = min(due, self._since + PATIENCE * self._burst)
-        return widths[picks[best]].tolist()  # type: ignore[no-any-return]
+        chosen = widths[picks[best]]
+        first = [not one.evidence.own.forwards for one in free]
+        if self.most_forwards is None and 2 * np.count_nonzero(chosen[first]) >= n:
+            self.most_forwards = TRIAL[1]
+        return chosen.tolist()  # type: ignore[no-any-return]
 
     # --- learning ---------------------------------------------------------------------------
 
@@ -352,5 +366,8 @@ class AutoWindows(WindowChoice):
         for i, one in enumerate(some):
             wide = np.interp(narrow[i] + 1, self._curves[columns[i]], self._curves[-1])
             committed = forwards[i] + more[i] * (wide - 1) / max(narrow[i], 1e-3)
-            one.evidence.own.add(committed, forwards[i], OWN_MEMORY)
-            one.evidence.kind.add(committed, forwards[i], MEMORY)
+            own, before = one.evidence.own, one.evidence.own.forwards
+            own.add(committed, forwards[i], OWN_MEMORY)
+            weight = max(_weight(own.forwards) - _weight(before), 0.0)
+            rate = committed / max(forwards[i], 1)
+            one.evidence.kind.add(weight * rate, weight, max(MEMORY, len(some)))

@@ -129,6 +129,21 @@ def test_nor_where_texts_change(sequences):
         assert ours > 0.97 * plain
 
 
+@pytest.mark.parametrize("sequences", [1, 32])
+def test_a_change_of_text_costs_little(sequences):
+    """A few sequences tell what the next are like, and a new one uses few windows before its choice
+    is looked at again."""
+    costs = CostTable(list(CPU_COSTS), [ms / 1000 for ms in CPU_COSTS.values()], 0.6)
+    choices = (WindowChoice(0), AutoWindows(16, sequences, costs))
+    plain, ours = (Simulation(one, CPU_COSTS, sequences, windowless=0.6) for one in choices)
+    for text in (REASONING, HARD):
+        work = scripts((text,), 4 * max(sequences, 10), 1)
+        before = len(ours.chosen)
+        ratio = ours.decode(work) / plain.decode(work)
+    assert any(map(any, ours.chosen[before:])), "or there was nothing to pay for"
+    assert ratio > 0.95
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_same_where_windows_fill_as_the_paper_says(device):
     for text in TEXTS:
@@ -209,8 +224,9 @@ def test_more_sequences_get_narrower_windows_at_once():
     simulation = Simulation(windows, CPU_COSTS, 8)
     for _ in range(3):
         simulation.decode(scripts((REASONING,), 16, 1))
+        before = len(simulation.chosen)
         simulation.decode(scripts((REASONING,), 1, 2))
-        assert simulation.chosen[-1][0] >= 4
+        assert simulation.chosen[before][0] >= 4
     first = simulation.chosen[-2 - len(simulation.chosen) // 3 :]
     crowds = [chosen for chosen in first if len(chosen) == 8]
     assert np.mean([width == 0 for chosen in crowds for width in chosen]) > 0.9
@@ -224,9 +240,8 @@ def test_easy_and_hard_sequences_get_their_own_windows():
     simulation = Simulation(windows, costs, 16)
     work = scripts((ESSAY, hard), 32, 0)
     speed = simulation.decode(work)
-    both = [chosen for chosen in simulation.chosen[4:] if len(chosen) == 16 and any(chosen)]
-    widths = np.array(both[0])
-    assert widths[::2].mean() > 2 * widths[1::2].mean()
+    both = np.array([chosen for chosen in simulation.chosen if len(chosen) == 16])
+    assert any(widths[::2].sum() > 5 * widths[1::2].sum() for widths in both)
     fixed = [Simulation(WindowChoice(width), costs, 16).decode(work) for width in WIDTHS]
     assert speed > 0.9 * max(fixed)
 
@@ -287,6 +302,17 @@ def test_replicas_are_weighed_apart():
     alone = state(8, 8)  # of the second replica
     chosen = windows.choose([*crowd, alone])
     assert chosen[8] == AutoWindows(32, 8, table("cpu"), replicas=2).choose([alone])[0]
+
+
+def test_the_first_windows_of_most_sequences_are_looked_at_soon():
+    windows = AutoWindows(16, 1, table("tpu"))
+    Simulation(windows, TPU_COSTS, 1).decode(scripts((LOW_ENTROPY,), 20, 0))
+    one = state(0, 0)
+    assert windows.choose([one])[0] > 0
+    assert windows.most_forwards == 8
+    one.evidence.own.add(80.0, 10.0, 48.0)
+    assert windows.choose([one])[0] > 0
+    assert windows.most_forwards is None
 
 
 def test_without_costs_nothing_is_chosen():
