@@ -48,7 +48,7 @@ class Score(Tally):
         return self.tokens / max(statistics.median(self.seconds), 1e-9)
 
     def speed_up(self, other: Score) -> float:
-        """Returns the speed-up over another decoder, the median over the turns."""
+        """Returns the speed-up over another decoder, the median over the passes."""
         return statistics.median(ratios_by_turns(self, other))
 
     def as_row(self) -> dict[str, object]:
@@ -68,8 +68,8 @@ class Timed(Protocol):
 
 
 def ratios_by_turns(one: Timed, other: Timed) -> list[float]:
-    """Returns the speed-up of one over the other in each turn. Other work on the machine slows both
-    in the same turn."""
+    """Returns the speed-up of one over the other in each pass. Other work on the machine slows both
+    in the same pass."""
     more = one.tokens / max(other.tokens, 1)
     turns = zip(one.seconds, other.seconds, strict=True)
     return [more * theirs / max(own, 1e-9) for own, theirs in turns]
@@ -90,7 +90,7 @@ def columns(first: str) -> dict[str, str]:
         "p_cache": "completion tokens for each token computed: 1 in AR; at most 0.5 where "
         "masks are filled, since each place is computed as a mask first and as a token once more",
         "tokens/\nsecond": "with the prompt, without compiling",
-        "speed": f"tokens/second over those of {first}, the median over the turns",
+        "speed": f"tokens/second over those of {first}, the median over the passes",
     }
 
 
