@@ -93,7 +93,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"nargs": "+", "choices": ("masks", "lookup", "both", "auto")},
     ),
     "rival": (
-        "another library's AR on the same weights; in drafts its prompt lookup, too, one at a time",
+        "another library's AR on the same weights; one at a time also its prompt lookup, in "
+        "drafts, and in windows mode paper by whole forwards, without a cache",
         {"choices": RIVALS},
     ),
     "prompts": (

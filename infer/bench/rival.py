@@ -1,5 +1,5 @@
-"""Decoding by transformers, on PyTorch, with its own prompt lookup or without: the same weights,
-the same prompts."""
+"""Decoding by transformers, on PyTorch: AR, with its own prompt lookup, and mode "paper" by whole
+forwards without a cache. The same weights, the same prompts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from wedlm_jax.config import STOCK, ModelConfig, config_to_hf, with_model_type
 from wedlm_jax.errors import InputError, require_extra
+from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
     from infer.bench.subject import Subject
@@ -16,7 +19,8 @@ if TYPE_CHECKING:
 RIVALS = ("transformers",)
 RIVAL = "transformers, AR"
 RIVAL_LOOKUP = "transformers, lookup"
-"""What tables call its plain decoding and its prompt lookup."""
+RIVAL_RECOMPUTE = "transformers, recomputed"
+"""What tables call its plain decoding, its prompt lookup, and mode "paper" without a cache."""
 LOOKUP_TOKENS = 10
 """Drafts of its lookup, the number in its documentation."""
 
@@ -76,6 +80,71 @@ class Rival:
             some = prompts[start : start + sequences]
             answers += self._generate(some, max_tokens, self._config.eos_token_ids, **options)
         return answers
+
+    def recompute(
+        self, prompts: Sequence[Sequence[int]], *, window: int, params: SamplingParams
+    ) -> list[list[int]]:
+        """Completes prompts in mode "paper", greedily, one after the other, without a cache: each
+        forward runs over the whole text and its window, as diffusion decoders without a causal
+        window have to.
+
+        Args:
+          window: W, the uncommitted slots.
+          params: max_tokens, entropy_threshold and position_penalty.
+
+        Returns:
+          the tokens of each, an end of text included, as `Completion.token_ids`.
+        """
+        return [self._recompute(prompt, window, params) for prompt in prompts]
+
+    def _recompute(self, prompt: Sequence[int], window: int, params: SamplingParams) -> list[int]:
+        mask = self._config.require_mask_token_id()
+        text, slots = list(prompt), list[int | None]([None] * window)
+        limit = len(prompt) + params.max_tokens
+        while True:
+            start = len(text)
+            filled = [slot for slot, token in enumerate(slots) if token is not None]
+            masks = [slot for slot, token in enumerate(slots) if token is None]
+            run = masks[0] if masks else len(slots)
+            ids = [*text, *(slots[slot] for slot in filled), *[mask] * len(masks)]
+            places = [*range(start), *(start + slot for slot in filled + masks)]
+            entropies, best = self._at_last(ids, places, len(masks))
+            for token in slots[:run]:
+                assert token is not None, "the leading run is filled"
+                text.append(token)
+                if token in self._config.eos_token_ids or len(text) == limit:
+                    return text[len(prompt) :]
+            if masks:
+                held_back = entropies + params.position_penalty * (np.array(masks) - masks[0])
+                threshold = params.entropy_threshold
+                fill = held_back < (-np.inf if threshold is None else threshold)
+                fill[held_back.argmin()] |= not fill.any()
+                for i in np.flatnonzero(fill):
+                    slots[masks[i]] = int(best[i])
+            slots = slots[run:]
+            leading = slots.index(None) if None in slots else len(slots)
+            slots += [None] * (window + leading - len(slots))
+
+    def _at_last(
+        self, ids: Sequence[int | None], places: Sequence[int], count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the entropy and the best token at each of the last ``count`` places."""
+        import torch
+
+        with torch.inference_mode():
+            inputs = torch.tensor([ids])
+            out = self._model(
+                input_ids=inputs,
+                # Without it, transformers takes positions that jump for several texts in a row.
+                attention_mask=torch.ones_like(inputs),
+                position_ids=torch.tensor([places]),
+                use_cache=False,
+                logits_to_keep=max(count, 1),
+            )
+            logits = out.logits[0].float()
+            logits[:, self._config.require_mask_token_id()] = -torch.inf
+            entropies = torch.distributions.Categorical(logits=logits).entropy()
+            return entropies.numpy(), logits.argmax(-1).numpy()
 
     def _count(self, *_: object) -> None:
         self.forwards += 1

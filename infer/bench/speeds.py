@@ -14,7 +14,7 @@ from rich.table import Table
 
 from infer.bench.constants import Constants, by_products, constants_table, measure
 from infer.bench.measure import Report, by_turns, table
-from infer.bench.rival import RIVAL, RIVAL_LOOKUP, Rival
+from infer.bench.rival import RIVAL, RIVAL_LOOKUP, RIVAL_RECOMPUTE, Rival
 from infer.bench.subject import Regimes, Subject, Work, forget_programs
 from infer.plots import new_figure, save_figure
 from infer.score import ratios_by_turns
@@ -140,8 +140,9 @@ def _speeds(
     options: Mapping[str, Any],
     report: Report,
 ) -> Iterator[list[Speed]]:
-    """Yields the speeds of all ways, and of a rival's: its lookup, too, where a way copies drafts,
-    which it can do for one sequence at a time. Reports the machine's constants before."""
+    """Yields the speeds of all ways, and of a rival's: for one sequence at a time also its lookup,
+    where a way copies drafts, and whole forwards without a cache, where a way is of mode "paper".
+    Reports the machine's constants before."""
     rival, passes = options["rival"], options["passes"]
     constants: Constants | None = None
     for sequences in options["batch_size"]:
@@ -158,10 +159,7 @@ def _speeds(
                 for way in ways
             }
             if rival is not None:
-                elsewhere = partial(_decode_elsewhere, rival, asked, sequences, params.max_tokens)
-                runs[RIVAL] = elsewhere
-                if sequences == 1 and any(way.lookup for way in ways):
-                    runs[RIVAL_LOOKUP] = partial(elsewhere, lookup=True)
+                runs |= _rival_runs(rival, asked, sequences, ways, params)
             made = by_turns(runs, passes, f"{sequences} sequences, {regime}")
             if constants is None:
                 constants = measure(engines[ways[0].window, ways[0].lookup])
@@ -221,20 +219,37 @@ def _decode(subject: Subject, engine: Engine, work: Work) -> _Pass:
     return _Pass(tokens, forwards, seconds - compiling, compiling, drafts, (run, instances))
 
 
-def _decode_elsewhere(
+def _rival_runs(
     rival: Rival,
     prompts: Sequence[list[int]],
     sequences: int,
-    max_tokens: int,
-    *,
-    lookup: bool = False,
+    ways: Sequence[Way],
+    params: SamplingParams,
+) -> dict[str, Callable[[], _Pass]]:
+    """Returns what the rival can do of the same, by name."""
+    plain = partial(rival.decode, prompts, max_tokens=params.max_tokens, sequences=sequences)
+    runs: dict[str, Callable[[], _Pass]] = {}
+    runs[RIVAL] = partial(_time_rival, rival, plain, counted=False)
+    if sequences == 1 and any(way.lookup for way in ways):
+        runs[RIVAL_LOOKUP] = partial(_time_rival, rival, partial(plain, lookup=True))
+    if sequences == 1:
+        for window in dict.fromkeys(way.window for way in ways if way.mode == "paper"):
+            if isinstance(window, int) and window:
+                whole = partial(rival.recompute, prompts, window=window, params=params)
+                runs[f"{RIVAL_RECOMPUTE}, W = {window}"] = partial(_time_rival, rival, whole)
+    return runs
+
+
+def _time_rival(
+    rival: Rival, decode: Callable[[], list[list[int]]], *, counted: bool = True
 ) -> _Pass:
+    """Times a pass. ``counted``: whether each forward is one of a single sequence; else a forward
+    of a batch is one of each sequence that has not ended."""
     before, started = rival.forwards, time.perf_counter()
-    answers = rival.decode(prompts, max_tokens=max_tokens, sequences=sequences, lookup=lookup)
+    answers = decode()
     seconds = time.perf_counter() - started
     tokens = sum(len(answer) for answer in answers)
-    # A forward of a batch is one of each sequence that has not ended.
-    return _Pass(tokens, rival.forwards - before if lookup else tokens, seconds)
+    return _Pass(tokens, rival.forwards - before if counted else tokens, seconds)
 
 
 def speed_table(speeds: Sequence[Speed]) -> Table:

@@ -100,6 +100,15 @@ def test_the_rival_says_what_we_say(checkpoint):
     assert drafted == [one.token_ids for one in ours]
     assert rival.forwards - before <= sum(len(one.token_ids) for one in ours)
 
+    params = dataclasses.replace(params, mode="paper", entropy_threshold=5.0, max_tokens=20)
+    engine = subject.engine(4, 2)
+    ours = engine.decode([Request(i, prompt, params) for i, prompt in enumerate(prompts)])
+    before = rival.forwards
+    whole = rival.recompute(prompts, window=4, params=params)
+    assert whole == [one.token_ids for one in ours]
+    forwards = sum(one.num_forwards for one in ours)
+    assert rival.forwards - before == forwards < sum(map(len, whole))
+
 
 def test_a_rival_that_is_not_there(checkpoint, monkeypatch, questions):
     monkeypatch.setitem(sys.modules, "torch", None)
