@@ -54,10 +54,8 @@ from wedlm_jax.sharding import make_mesh, tree_shardings
 
 LAYOUTS = {"stacked": {"stacked": True}, "apart": {"stacked": False}}
 MESHES = {
-    "fsdp": {"fsdp": 8},
     "tensor": {"data": 2, "tensor": 4},
     "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
-    "fsdp over tensor": {"fsdp": 4, "tensor": 2},
     "sequence": {"fsdp": 4, "sequence": 2},
 }
 EVERY_PART = dict.fromkeys(PARTS, True)
@@ -134,9 +132,12 @@ def test_on_one_device_as_taken_apart(read, layout, bytes_read):
     assert_same_bits(model_arrays(model), model_arrays(in_layout(stacked, layout)))
 
 
-@pytest.mark.parametrize("hosts", [False, True], ids=["one host", "several hosts"])
+@pytest.mark.parametrize(
+    ("layout", "hosts"),
+    [(LAYOUTS["stacked"], False), (LAYOUTS["stacked"], True), (LAYOUTS["apart"], True)],
+    ids=["stacked-one host", "stacked-several hosts", "apart-several hosts"],
+)
 @each_mesh
-@each_layout
 def test_on_a_mesh_the_same_and_each_byte_is_read_once(
     folder, layout, sizes, hosts, bytes_read, monkeypatch
 ):
@@ -154,7 +155,7 @@ def test_on_a_mesh_the_same_and_each_byte_is_read_once(
 
 
 @each_mesh
-@pytest.mark.parametrize("number", [0, 3])
+@pytest.mark.parametrize("number", [3])
 def test_a_host_reads_its_own_rows_alone(folder, sizes, number, bytes_read):
     """A host with one of eight devices: no device's rows are another's, so that eight hosts read
     the file once; those that cannot be cut are read by all."""
@@ -195,7 +196,7 @@ def test_layers_of_different_dtypes_lose_nothing(tmp_path):
     np.testing.assert_array_equal(scale[1], exact)
 
 
-@pytest.mark.parametrize("sizes", [None, *MESHES.values()], ids=["alone", *MESHES])
+@pytest.mark.parametrize("sizes", [None, MESHES["mixed"]], ids=["alone", "mixed"])
 @each_layout
 def test_rounded_while_read_as_rounded_behind(folder, layout, sizes):
     stacked = quantize_weights(load_checkpoint(folder, dtype="float32"))
@@ -210,8 +211,9 @@ def test_rounded_while_read_as_rounded_behind(folder, layout, sizes):
         assert_placed(model, mesh)
 
 
-@pytest.mark.parametrize("sizes", [None, {"tensor": 2}], ids=["alone", "tensor"])
-@each_layout
+@pytest.mark.parametrize(
+    ("layout", "sizes"), [(LAYOUTS["stacked"], {"tensor": 2}), (LAYOUTS["apart"], None)]
+)
 def test_one_matrix_at_most_is_there_unrounded(folder, layout, sizes, monkeypatch):
     seen = []
     read = loading.load_parameter
@@ -285,16 +287,22 @@ def model(folder):
     return load_checkpoint(folder)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(
-    ("style", "dtype"), [*zip(STYLES, ("float16", "bfloat16", "float32") * 2, strict=False)]
+    ("style", "dtype", "layout"),
+    [
+        ("qwen3", "float16", "apart"),
+        ("qwen3_tied", "bfloat16", "stacked"),
+        ("qwen2", "float32", "apart"),
+        ("llama", "float16", "stacked"),
+        ("all", "bfloat16", "apart"),
+    ],
 )
 def test_round_trip_is_bit_exact(tmp_path, style, dtype, layout):
     folder = write_tiny(tmp_path / "a", dtype=dtype, **STYLES[style])
     if dtype != "float32":  # subnormals, −0, infinities and NaN payloads as well
         pattern = every_float16_pattern(12 * 16, dtype).reshape(12, 16)
         set_tensors(folder, **{"model.layers.1.mlp.up_proj.weight": pattern})
-    model = load_checkpoint(folder, **layout)
+    model = load_checkpoint(folder, **LAYOUTS[layout])
     save_checkpoint(model, model.config, tmp_path / "b")
     assert_same_bits(hf_values(folder), hf_values(tmp_path / "b"))
     assert load_checkpoint(tmp_path / "b").config == model.config == tiny_config(**STYLES[style])
@@ -389,15 +397,6 @@ def test_rounded_matrices_are_not_written(folder, tmp_path):
         with pytest.raises(InputError, match="matrices are rounded"):
             save_checkpoint(model, model.config, tmp_path / "b")
     assert not (tmp_path / "b").exists()
-
-
-def test_earlier_checkpoint_is_replaced_whole(tmp_path):
-    folder = write_tiny(tmp_path / "a", shard_bytes=4000)
-    model = load_checkpoint(folder)
-    save_checkpoint(model, model.config, folder, tokenizer_from=folder)
-    names = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("renames", [0, 1])
