@@ -97,18 +97,14 @@ def test_anchors_are_trainable_tokens_behind_text_and_all_are_drawn():
     assert counts[~usable[1]].sum() == 0
 
 
-@pytest.mark.parametrize("attention", ["dense", "streams", "blockwise"])
-def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention):
+def test_masks_are_those_of_decoding_and_the_text_is_the_models_own():
     model, one = drafter(), batch()
-    hidden = jax.jit(
-        lambda model, one: model(one.token_ids, one.positions, one.mask, attention=attention)
-    )(model, one)
-    own = tiny_transformer()
+    hidden = jax.jit(lambda model, one: model(one.token_ids, one.positions, one.mask))(model, one)
     text = jax.jit(
         lambda model: model(
             ROWS.tokens, ROWS.positions, CausalMask(ROWS.segment_ids), attention="dense"
         )
-    )(own)
+    )(tiny_transformer())
     there = np.asarray(ROWS.segment_ids) > 0
     np.testing.assert_allclose(hidden[:, :LENGTH][there], text[there], atol=1e-5)
     assert {length for *_, length in windows_of(one)} > {WIDTH}, "some end with their text"
@@ -117,9 +113,9 @@ def test_masks_are_those_of_decoding_and_the_text_is_the_models_own(attention):
     of_windows = zip(windows_of(one), *windows_alone(model, one), strict=True)
     for (row, anchor, length), masks, teacher in of_windows:
         at = LENGTH + number[row] * WIDTH
-        own = text[row, anchor - 1 : anchor - 1 + length]
+        earlier = text[row, anchor - 1 : anchor - 1 + length]
         np.testing.assert_allclose(hidden[row, at : at + length], masks[:length], atol=2e-5)
-        np.testing.assert_allclose(teacher[:length], own, atol=2e-5)
+        np.testing.assert_allclose(teacher[:length], earlier, atol=2e-5)
         wanted = one.wanted[row, at - LENGTH : at - LENGTH + length]
         np.testing.assert_array_equal(wanted, np.arange(length) > 0)
         number[row] += 1
@@ -147,7 +143,7 @@ def reference(model, one, distance):
 
 @pytest.mark.parametrize(
     "distance",
-    [pytest.param(name, marks=[pytest.mark.full] * (name == "tv")) for name in DISTANCES],
+    [pytest.param(name, marks=[pytest.mark.full] * (name != "kl")) for name in DISTANCES],
 )
 def test_loss_and_gradients_are_those_of_windows_alone(distance):
     one = batch()
@@ -183,8 +179,7 @@ def test_micro_batches_add_up_to_the_batch():
         np.testing.assert_allclose(sum(more[name] for _, more in parts), value, rtol=1e-5)
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
-@pytest.mark.parametrize("chunk", [2, 5, 64])
+@pytest.mark.parametrize(("distance", "chunk"), zip(DISTANCES, (2, 5, 64), strict=True))
 def test_distances_and_their_gradients_do_not_depend_on_the_chunk(distance, chunk):
     random = np.random.default_rng(0)
     student, teacher = (jnp.asarray(random.normal(size=(2, 6, 8)), jnp.float32) for _ in range(2))
@@ -206,8 +201,10 @@ def test_distances_and_their_gradients_do_not_depend_on_the_chunk(distance, chun
         }[distance]
         return (weights * jnp.where(wanted, loss, 0)).sum()
 
-    values, gradients = jax.value_and_grad(ours, argnums=(0, 1, 2))(student, teacher, head)
-    np.testing.assert_allclose(values, dense(student), rtol=1e-5)
-    np.testing.assert_allclose(gradients[0], jax.grad(dense)(student), atol=1e-5)
+    both = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2)))
+    values, gradients = both(student, teacher, head)
+    expected, gradient = jax.jit(jax.value_and_grad(dense))(student)
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradients[0], gradient, atol=1e-5)
     assert not np.asarray(gradients[1]).any()
     assert not np.asarray(gradients[2]).any()

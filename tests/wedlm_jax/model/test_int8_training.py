@@ -99,10 +99,3 @@ def test_adapters_beside_rounded_matrices_compute_as_before():
     both = products(with_int8_products(with_adapters(tiny_transformer(), lora, nnx.Rngs(0))))
     assert both["int8xint8"] >= 7 + 6 + 7
     assert both["int8xint8"] + both["bfloat16xbfloat16"] >= plain["bfloat16xbfloat16"]
-
-
-def test_a_rounded_model_is_near_the_plain_one():
-    exact = float(loss(tiny_transformer()))
-    near = float(loss(with_int8_products(tiny_transformer())))
-    assert near != exact
-    assert near == pytest.approx(exact, rel=0.05)

@@ -23,7 +23,6 @@ TOKENS = jnp.array([[5, 17, 96, 3, 3, 41, 60, 9], [1, 2, 3, 4, 5, 6, 7, 8]])
 POSITIONS = jnp.array([[0, 1, 2, 3, 6, 4, 7, 5], [3, 4, 5, 6, 7, 8, 9, 10]])
 
 both_ways = pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
-both_heads = pytest.mark.parametrize("config", [TINY, TIED], ids=["untied", "tied"])
 
 
 def models(config, columns):
@@ -48,8 +47,7 @@ def assert_same_leaves(one, other):
 # --- one made of the other ---------------------------------------------------------------
 
 
-@both_heads
-@both_ways
+@pytest.mark.parametrize(("config", "columns"), [(TINY, False), (TIED, True)])
 def test_taken_apart_it_is_the_model_that_was_made_so(config, columns):
     stacked, apart = models(config, columns)
     assert (are_stacked(stacked), are_stacked(apart)) == (True, False)
@@ -147,8 +145,9 @@ def each_alone(model):
     return model(*rows, CausalMask())
 
 
-@both_heads
-@pytest.mark.parametrize("layout", ["stacked", "rows", "columns"])
+@pytest.mark.parametrize(
+    ("config", "layout"), [(TINY, "stacked"), (TIED, "rows"), (TINY, "columns")]
+)
 def test_flat_tokens_are_computed_as_each_sequence_alone(config, layout):
     stacked, apart = models(config, layout == "columns")
     model = stacked if layout == "stacked" else apart
@@ -182,8 +181,7 @@ def test_flat_tokens_in_bfloat16_stay_so(columns):
     np.testing.assert_allclose(alone, apart.logits(rounded)[:1], atol=1e-5)
 
 
-@both_ways
-@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize(("columns", "count"), [(False, 16), (True, 1), (True, 16)])
 def test_matrices_are_multiplied_as_they_are_stored(columns, count):
     """As compiled for bfloat16 on a CPU: no product is turned round, so that a matrix would be
     packed, and no matrix is cast. Rows show that the test sees both."""

@@ -22,7 +22,7 @@ def exact(matrix, x):
     return np.asarray(matrix, np.float64) @ np.asarray(x, np.float64)
 
 
-@pytest.mark.parametrize("columns", [1, 3, 4, 21])
+@pytest.mark.parametrize("columns", [1, 4, 21])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_is_that_of_numpy(columns, dtype):
     matrix, x = operands(columns, dtype)
@@ -45,8 +45,7 @@ def test_a_product_with_integers_is_that_of_what_they_stand_for(dtype):
 
 
 @pytest.mark.parametrize("cut", [("tensor", None), (None, "tensor")])
-@pytest.mark.parametrize("columns", [1, 21])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("columns", "dtype"), [(1, "bfloat16"), (21, "float32")])
 def test_a_product_over_devices_is_that_of_one(columns, dtype, cut):
     matrix, x = operands(columns, dtype)
     mesh = make_mesh({"tensor": -1})
