@@ -151,6 +151,14 @@ ROPE_SPELLINGS = [
         {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         RopeConfig(10000.0, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 64))),
     ),
+    (  # the length before the extension, beside the scaling
+        {
+            "max_position_embeddings": 64,
+            "original_max_position_embeddings": 32,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        },
+        RopeConfig(10000.0, "yarn", (("factor", 4.0), ("original_max_position_embeddings", 32))),
+    ),
 ]
 
 
@@ -313,25 +321,10 @@ def test_a_sliding_window_is_refused_where_transformers_uses_one(model_type, fie
         config_from_hf(raw)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        {"rope_type": "yarn", "factor": 2.0},
-        {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    ],
-)
-def test_the_length_before_an_extension_is_read_beside_the_scaling_too(raw):
-    lengths = {"max_position_embeddings": 64, "original_max_position_embeddings": 32}
-    outside = config_from_hf({**SMALL, **lengths, "rope_scaling": raw})
-    inside = {**raw, "original_max_position_embeddings": 32}
-    expected = config_from_hf({**SMALL, "max_position_embeddings": 64, "rope_scaling": inside})
-    assert outside == expected
-
-
-@pytest.mark.parametrize("name", ["vocab_size", "hidden_size", "num_hidden_layers"])
-def test_a_missing_field_is_named(name):
-    with pytest.raises(InputError, match=f"'{name}' is missing"):
-        config_from_hf(without(SMALL, name))
+def test_a_missing_field_is_named():
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        with pytest.raises(InputError, match=f"'{name}' is missing"):
+            config_from_hf(without(SMALL, name))
 
 
 @pytest.mark.parametrize(

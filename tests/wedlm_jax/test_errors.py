@@ -46,15 +46,6 @@ def test_the_nearest_name_is_meant_or_all_are_named():
         ("logprobs", "prompt_logprobs"),
         ("entropy_threshold", "wedlm_entropy_threshold tau"),
         ("position_penalty", "wedlm_pos_penalty_factor"),
-    ],
-)
-def test_what_other_programs_call_a_sampling_field(meant, names):
-    assert {nearest(name, OPTIONS) for name in names.split()} == {meant}
-
-
-@pytest.mark.parametrize(
-    ("meant", "flags"),
-    [
         ("--max-tokens", "--max-new-tokens --max_tokens"),
         ("--mesh", "--tensor-parallel-size"),
         ("--batch-size", "--max-num-seqs --batch --max-batch-size"),
@@ -70,9 +61,9 @@ def test_what_other_programs_call_a_sampling_field(meant, names):
         (None, "--verbose"),
     ],
 )
-def test_what_other_programs_call_an_option(meant, flags):
-    known = parser()._option_string_actions
-    assert {nearest(flag, known) for flag in flags.split()} == {meant}
+def test_what_other_programs_call_a_sampling_field_or_a_flag(meant, names):
+    known = parser()._option_string_actions if names.startswith("--") else OPTIONS
+    assert {nearest(name, known) for name in names.split()} == {meant}
 
 
 def test_every_synonym_is_a_name_that_is_known_somewhere():

@@ -36,8 +36,7 @@ class Loop:
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory):
     tokenizer = byte_tokenizer([("a", "b"), ("b", "c"), ("ab", "ab")])
-    codec = TextCodec.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), tokenizer))
-    return codec
+    return TextCodec.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer"), tokenizer))
 
 
 def result_of(token_ids, reason="length"):

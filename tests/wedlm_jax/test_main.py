@@ -10,8 +10,7 @@ from docs.reference import subcommand_parser
 from wedlm_jax.__main__ import SUBCOMMANDS, help_text, main
 
 
-@pytest.mark.parametrize("command", ["generate", "tokenize"])
-@pytest.mark.parametrize("module", [True, False], ids=["python -m", "wedlm"])
+@pytest.mark.parametrize(("command", "module"), [("generate", True), ("tokenize", False)])
 def test_a_folder_with_a_train_py_and_an_infer_of_its_own(tmp_path, command, module):
     (tmp_path / "infer").mkdir()
     for name in ("infer/__init__.py", "train.py"):

@@ -42,8 +42,7 @@ TEMPLATE = """\
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    codec = TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=TEMPLATE))
-    return codec
+    return TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=TEMPLATE))
 
 
 def shown(codec, messages, **variables):
@@ -155,8 +154,7 @@ PIECES = ["a", " ", "\n", "<", "|", "im_end", "|>", "é", "1", "<think>", "</thi
 
 @pytest.fixture(scope="module")
 def embedded():
-    codec = TextCodec.load(EMBEDDED_MODEL)
-    return codec
+    return TextCodec.load(EMBEDDED_MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -168,8 +166,7 @@ def stripping(tmp_path_factory):
     tokenizer.add_special_tokens(taking)
     tokenizer.add_tokens(["<think>", "</think>"])
     folder = tmp_path_factory.mktemp("tokenizer")
-    codec = TextCodec.load(write_tokenizer(folder, tokenizer, chat_template=CHAT_TEMPLATE))
-    return codec
+    return TextCodec.load(write_tokenizer(folder, tokenizer, chat_template=CHAT_TEMPLATE))
 
 
 def user(content):
@@ -227,8 +224,7 @@ def test_every_text_of_a_conversation_is_marked(embedded):
 def codec_with(folder, content):
     """A codec whose template does something to contents."""
     template = CHAT_TEMPLATE.replace("message['content']", content)
-    codec = TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=template))
-    return codec
+    return TextCodec.load(write_tokenizer(folder, byte_tokenizer(), chat_template=template))
 
 
 @pytest.mark.parametrize("content", ["message['content'] | trim", "message['content'] | upper"])

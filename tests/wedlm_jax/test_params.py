@@ -44,26 +44,41 @@ def test_a_bad_parameter_is_refused_by_name(field, values):
             SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "sentence"),
-    [
-        ("temperature", 2e6, "temperature: expected a number from 0 to 1,000,000, not 2000000.0"),
-        ("top_p", 0, "top_p: expected a number above 0, up to 1, not 0"),
-        ("top_p", 1.1, "top_p: expected a number above 0, up to 1, not 1.1"),
-        ("top_k", None, "top_k: expected an integer of at least 0, not None"),
-        ("max_tokens", 0, "max_tokens: expected an integer of at least 1, not 0"),
-        ("seed", -2, "seed: expected an integer from 0 to 4,294,967,295, not -2"),
-        ("logprobs", 21, "logprobs: expected an integer from 0 to 20, not 21"),
-        ("mode", "fast", "mode: expected one of paper, verified, ar, not 'fast'"),
-        ("ignore_eos", "yes", "ignore_eos: expected true or false, not 'yes'"),
-        ("min_tokens", 300, "min_tokens: expected at most max_tokens, 256, not 300"),
-        ("n", 2, "n: expected 1 at temperature 0, where all samples are the same, not 2"),
-    ],
-)
-def test_a_refusal_says_what_was_expected(field, value, sentence):
+REFUSED = [
+    ({"temperature": 2e6}, "temperature: expected a number from 0 to 1,000,000, not 2000000.0"),
+    ({"top_p": 0}, "top_p: expected a number above 0, up to 1, not 0"),
+    ({"top_p": 1.1}, "top_p: expected a number above 0, up to 1, not 1.1"),
+    ({"top_k": None}, "top_k: expected an integer of at least 0, not None"),
+    ({"max_tokens": 0}, "max_tokens: expected an integer of at least 1, not 0"),
+    ({"seed": -2}, "seed: expected an integer from 0 to 4,294,967,295, not -2"),
+    ({"logprobs": 21}, "logprobs: expected an integer from 0 to 20, not 21"),
+    ({"mode": "fast"}, "mode: expected one of paper, verified, ar, not 'fast'"),
+    ({"ignore_eos": "yes"}, "ignore_eos: expected true or false, not 'yes'"),
+    ({"min_tokens": 300}, "min_tokens: expected at most max_tokens, 256, not 300"),
+    ({"n": 2}, "n: expected 1 at temperature 0, where all samples are the same, not 2"),
+    ({"temprature": 0.5}, "unknown sampling field 'temprature'; did you mean 'temperature'?"),
+    ({"zzz": 1}, "unknown sampling field 'zzz'; there are"),
+    ({"json_schema": "x"}, "json_schema: expected a JSON schema, an object or its text (Expecting"),
+    ({"json_schema": "[1]"}, "json_schema: expected a JSON schema, an object or its text, not [1]"),
+    ({"json_schema": True}, "json_schema: expected a JSON schema"),
+    ({"json_schema": '{"minimum": NaN}'}, "(NaN is no JSON)"),
+    ({"json_schema": {"a": {1, 2}}}, "set is not JSON"),
+    ({"json_schema": {"a": "\ud800"}}, "('utf-8' codec"),
+    ({"regex": 3}, "regex: expected a text, not 3"),
+    ({"regex": "a", "json_schema": {}}, "regex: expected none beside json_schema"),
+    ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
+    ({"json_schema": {}, "mode": "paper"}, "json_schema: expected mode verified or ar"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos: expected none beside regex"),
+    ({"regex": "a", "min_tokens": 1}, "min_tokens: expected none beside regex"),
+    ({"regex": "a", "bad_words": "b"}, "bad_words: expected none beside regex"),
+]
+
+
+@pytest.mark.parametrize(("fields", "sentence"), REFUSED)
+def test_a_refusal_names_the_field_and_says_what_was_expected(fields, sentence):
     with pytest.raises(InputError) as refusal:
-        SamplingParams(**{field: value})
-    assert str(refusal.value) == sentence
+        SamplingParams(**fields)
+    assert sentence in str(refusal.value)
 
 
 def test_options_as_json_has_them_are_taken_too():
@@ -119,11 +134,7 @@ def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own():
     assert [sample_seed(7, i) for i in range(3)] == [7, 369571992, 1009178997]
 
 
-def test_a_misspelt_field_is_named_with_what_was_meant():
-    with pytest.raises(InputError, match=r"'temprature'; did you mean 'temperature'\?"):
-        SamplingParams(temprature=0.5)
-    with pytest.raises(InputError, match=r"unknown sampling field 'zzz'; there are"):
-        SamplingParams(zzz=1)
+def test_a_copy_keeps_the_other_fields():
     copied = dataclasses.replace(SamplingParams(seed=None), top_k=3)
     assert (copied.seed, copied.top_k) == (None, 3)
 
@@ -165,26 +176,3 @@ def test_a_pydantic_model_is_a_schema(given):
 @pytest.mark.parametrize("given", [Schema, Schema()])
 def test_whatever_says_its_schema_is_one(given):
     assert SamplingParams(json_schema=given).json_schema == '{"type": "integer"}'
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"json_schema": "x"}, "json_schema: expected a JSON schema, an object or its text"),
-        ({"json_schema": "[1]"}, r"json_schema: expected .*, not \[1\]"),
-        ({"json_schema": True}, "json_schema: expected a JSON schema"),
-        ({"json_schema": '{"minimum": NaN}'}, "json_schema: .*NaN is no JSON"),
-        ({"json_schema": {"a": {1, 2}}}, "json_schema: .*set is not JSON"),
-        ({"json_schema": {"a": "\ud800"}}, "json_schema: .*utf-8"),
-        ({"regex": 3}, "regex: expected a text, not 3"),
-        ({"regex": "a", "json_schema": {}}, "regex: expected none beside json_schema"),
-        ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
-        ({"json_schema": {}, "mode": "paper"}, "json_schema: expected mode verified or ar"),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos: expected none beside regex"),
-        ({"regex": "a", "min_tokens": 1}, "min_tokens: expected none beside regex"),
-        ({"regex": "a", "bad_words": "b"}, "bad_words: expected none beside regex"),
-    ],
-)
-def test_grammars_that_cannot_be_are_named(fields, message):
-    with pytest.raises(InputError, match=f"^{message}"):
-        SamplingParams(**fields)

@@ -51,8 +51,7 @@ def codec(tmp_path_factory):
     folder = write_tokenizer(
         tmp_path_factory.mktemp("tokenizer"), tokenizer, chat_template=TEMPLATE
     )
-    loaded = TextCodec.load(folder)
-    return loaded
+    return TextCodec.load(folder)
 
 
 # --- loading -----------------------------------------------------------------------------
@@ -158,17 +157,19 @@ def test_unreadable_files_are_named_in_one_sentence(tmp_path, name, content):
 # --- messages ----------------------------------------------------------------------------
 
 
-def test_chat_without_template_is_refused(tmp_path):
-    codec = TextCodec.load(write_tokenizer(tmp_path, byte_tokenizer()))
-    with pytest.raises(InputError, match="no chat template"):
-        codec.encode_chat([{"role": "user", "content": "hi"}])
-
-
-def test_a_template_that_refuses_is_reported(tmp_path):
-    template = "{{ raise_exception('roles must alternate') }}"
-    folder = write_tokenizer(tmp_path, byte_tokenizer(), chat_template=template)
-    codec = TextCodec.load(folder)
-    with pytest.raises(InputError, match="roles must alternate"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "no chat template"),
+        (
+            {"chat_template": "{{ raise_exception('roles must alternate') }}"},
+            "roles must alternate",
+        ),
+    ],
+)
+def test_what_the_template_does_not_take_is_refused(tmp_path, settings, message):
+    codec = TextCodec.load(write_tokenizer(tmp_path, byte_tokenizer(), **settings))
+    with pytest.raises(InputError, match=message):
         codec.encode_chat([{"role": "user", "content": "hi"}])
 
 

@@ -25,35 +25,39 @@ from wedlm_jax.params import SamplingParams
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("tensor", "value", "said"),
-    [
-        (K_PROJ, None, f"{K_PROJ!r} is missing"),
-        ("lm_head.weight", None, "'lm_head.weight' is missing"),
-        ("model.layers.3.mlp.up_proj.weight", np.zeros(2), "is not part of this model"),
-        (K_PROJ, np.zeros((16, 12)), "shape [16, 12], expected [12, 16]"),
-    ],
-)
-def test_tensors_that_are_not_the_models(hf, tensor, value, said):
-    set_tensors(hf, **{tensor: None if value is None else np.float32(value)})
-    with refused(hf, repr(tensor), said):
-        load_checkpoint(hf)
+def with_tensor(name, value):
+    return lambda folder: set_tensors(folder, **{name: value})
+
+
+def with_config(**changes):
+    return lambda folder: edit_config(folder, **changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("spoil", "file", "said"),
     [
-        ({"model_type": "gemma3"}, "'gemma3' is not supported"),
-        ({"mask_token_id": 24}, "as mask_token_id, not 24"),
-        ({"rope_scaling": "yarn"}, ""),
-        ({"remove": "num_hidden_layers"}, "'num_hidden_layers' is missing"),
-        (None, "no such file"),
+        (with_tensor(K_PROJ, None), "", f"{K_PROJ!r} is missing"),
+        (with_tensor("lm_head.weight", None), "", "'lm_head.weight' is missing"),
+        (
+            with_tensor("model.layers.3.mlp.up_proj.weight", np.zeros(2, np.float32)),
+            "",
+            "'model.layers.3.mlp.up_proj.weight' is not part of this model",
+        ),
+        (
+            with_tensor(K_PROJ, np.zeros((16, 12), np.float32)),
+            "",
+            f"{K_PROJ!r} has shape [16, 12], expected [12, 16]",
+        ),
+        # What else is refused of a config.json: `tests/wedlm_jax/test_config.py`.
+        (with_config(model_type="gemma3"), "config.json", "'gemma3' is not supported"),
+        (with_config(rope_scaling="yarn"), "config.json", ""),
+        (with_config(remove="num_hidden_layers"), "config.json", "'num_hidden_layers' is missing"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json", "no such file"),
     ],
 )
-def test_config_that_cannot_be_served(hf, changes, said):
-    """What else is refused of it: `tests/wedlm_jax/test_config.py`."""
-    (hf / "config.json").unlink() if changes is None else edit_config(hf, **changes)
-    with refused(hf / "config.json", said):
+def test_a_spoilt_folder_is_refused(hf, spoil, file, said):
+    spoil(hf)
+    with refused(hf / file, said):
         load_checkpoint(hf)
 
 
@@ -155,11 +159,9 @@ def test_what_it_advises_is_what_transformers_does_with_it(tmp_path, values, exp
 
 def test_advice_that_is_none_is_told_where_it_is_asked_for(folder):
     write(folder, do_sample=True, temperature="hot")
-    options = vars(parser().parse_args(["--model", str(folder), "--generation-config", "auto"]))
-    with pytest.raises(InputError, match=r"generation_config\.json: temperature: expected"):
-        sampling_params(options)
-    with pytest.raises(InputError, match=r"generation_config\.json: temperature: expected"):
-        LLM(folder, generation_config="auto")
+    for ask in (sampling_params, lambda given: LLM(given["model"], generation_config="auto")):
+        with pytest.raises(InputError, match=r"generation_config\.json: temperature: expected"):
+            ask({"model": str(folder), "generation_config": "auto"})
     assert sampling_params({"model": str(folder)}) == SamplingParams()
 
 
@@ -172,10 +174,6 @@ def test_options_go_before_advice_and_advice_before_defaults(folder):
         str(folder), [], kinds=["verified"], window_size=4, generation_config="auto"
     )
     assert (decoder.params.mode, decoder.params.temperature) == ("verified", 0.6)
-
-
-def test_prompts_without_parameters_are_decoded_as_advised(folder):
-    write(folder, **QWEN3)
     llm = LLM(folder, **SMALL, generation_config="auto")
     assert llm.default_params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert llm.prepare("the cat", None)[0][1] == llm.default_params

@@ -24,8 +24,7 @@ VOCAB = 1790 + 70
 
 @pytest.fixture(scope="module")
 def codec():
-    codec = TextCodec.load(EMBEDDED_MODEL)
-    return codec
+    return TextCodec.load(EMBEDDED_MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,26 @@ from wedlm_jax.__main__ import main
 from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.host.signals import StopRequest, compiled, told_at_once
 
-ENDS = """
+BEGIN = """
 import os, signal, threading, time
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import compiled, exit_process
+"""
+IN_THE_MAIN_THREAD = """
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 exit_process(run_command("it", lambda: compiled(lambda: time.sleep(60))))
 """
+IN_ANOTHER_THREAD = """
+def command():
+    begun = threading.Event()
+    slow = lambda: (begun.set(), time.sleep(45))
+    threading.Thread(target=compiled, args=[slow]).start()
+    begun.wait()
+    raise KeyboardInterrupt
+
+exit_process(run_command("it", command))
+"""
+"""As the engine's, which compiles for a main thread that waits for tokens."""
 
 
 def compiling(number, went_on):
@@ -102,36 +115,19 @@ def test_ctrl_c_does_not_wait_for_a_compiler():
         went_on.set()
 
 
-def test_a_command_does_not_end_under_a_compiler_but_with_it():
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (IN_THE_MAIN_THREAD, "it: interrupted while compiling"),
+        (IN_ANOTHER_THREAD, "it: interrupted"),
+    ],
+    ids=["main thread", "another thread"],
+)
+def test_an_interrupted_command_does_not_wait_for_a_compiler(script, said):
     started = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (130, "it: interrupted while compiling\n")
-    assert time.monotonic() - started < 40
-
-
-def test_nor_under_a_compiler_in_another_thread():
-    """As the engine's, which compiles for a main thread that waits for tokens."""
-    script = """
-import sys, threading, time
-from wedlm_jax.host.command_line import run_command
-from wedlm_jax.host.signals import compiled, exit_process
-
-def command():
-    begun = threading.Event()
-    slow = lambda: (begun.set(), time.sleep(45))
-    threading.Thread(target=compiled, args=[slow]).start()
-    begun.wait()
-    raise KeyboardInterrupt
-
-exit_process(run_command("it", command))
-"""
-    started = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=50, check=False
-    )
-    assert (ended.returncode, ended.stderr) == (130, "it: interrupted\n")
+    command = [sys.executable, "-c", BEGIN + script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stderr) == (130, f"{said}\n")
     assert time.monotonic() - started < 40
 
 
