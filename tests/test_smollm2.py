@@ -7,13 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx2
 import numpy as np
 import pytest
 
 pytest.importorskip("gguf")
 
-from tests.infer.serve.running_server import running_server
 from wedlm_jax import LLM, SamplingParams
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.hf import HFCheckpoint
@@ -77,7 +75,6 @@ def test_values_and_tokens_are_those_that_transformers_reads_in_the_file(folder)
         assert ours == tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
-@pytest.mark.full
 def test_next_tokens_of_a_chat_are_those_of_transformers(folder, theirs):
     """Of one forward, without the engine, whose programs for a real model take long to compile."""
     torch = pytest.importorskip("torch")
@@ -116,6 +113,7 @@ def answers(llm):
     return llm.chat(chats, SamplingParams(max_tokens=40, draft="lookup"))
 
 
+@pytest.mark.full
 def test_greedy_answers_are_those_of_transformers(theirs, llm, answers):
     """Each token is the most likely one by transformers, or ties with it."""
     torch = pytest.importorskip("torch")
@@ -129,31 +127,12 @@ def test_greedy_answers_are_those_of_transformers(theirs, llm, answers):
         assert (logits.max(-1) - chosen).max() < TIE
 
 
+@pytest.mark.full
 def test_a_repetition_takes_fewer_forwards_than_tokens(answers):
     edit = answers[-1]
     assert "The old mill stands by the river." in edit.text
     assert edit.num_forwards < 0.7 * len(edit.token_ids)
     assert all(one.num_forwards <= len(one.token_ids) for one in answers)
-
-
-def test_a_chat_through_the_server(llm, answers):
-    message = {"role": "user", "content": PROMPTS[0]}
-    body = {"messages": [message], "max_tokens": 40, "draft": "lookup"}
-    with running_server(llm) as server:
-        answer = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=300).json()
-    assert answer["choices"][0]["message"]["content"] == answers[0].text
-
-
-@pytest.mark.full
-def test_a_job(tmp_path, answers):
-    chats = [[{"role": "user", "content": prompt}] for prompt in (*PROMPTS, EDIT)]
-    file, output = tmp_path / "chats.jsonl", tmp_path / "answers.jsonl"
-    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    arguments = f"generate --model smollm2 --input {file} --output {output} --draft lookup "
-    arguments += "--max-tokens 40 --max-model-len 256 --batch-size 2"
-    assert main(arguments.split()) == 0
-    written = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [one["text"] for one in written] == [one.text for one in answers]
 
 
 @pytest.mark.full

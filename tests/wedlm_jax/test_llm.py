@@ -28,6 +28,7 @@ from wedlm_jax.text import TextCodec
 GREEDY = SamplingParams(mode="paper", max_tokens=24)
 SAMPLED = SamplingParams(mode="paper", max_tokens=24, temperature=1.0, entropy_threshold=2.0)
 VERIFIED = SamplingParams(max_tokens=24, temperature=1.0)
+PLAIN = SamplingParams(max_tokens=24)
 SMALL = {"max_batch_size": 4, "deterministic": True}
 """One size of forwards: little is compiled."""
 
@@ -133,25 +134,13 @@ def test_progress_reaches_the_totals(llm, whole):
     assert [p.finished for p in seen] == sorted(p.finished for p in seen)
 
 
-# --- independence of batches -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "params", [GREEDY, SAMPLED, VERIFIED], ids=["greedy", "sampled", "verified"]
-)
-def test_batch_size_changes_nothing(llm, params):
-    each = [dataclasses.replace(params, seed=i) for i in range(len(PROMPTS))]
-    alone = [c for prompt, p in zip(PROMPTS, each, strict=True) for c in llm.generate(prompt, p)]
-    assert llm.generate(PROMPTS, each) == alone
-
-
 # --- samples and options -----------------------------------------------------------------
 
 
 def test_without_a_seed_every_call_says_something_else(llm):
     unseeded = dataclasses.replace(SAMPLED, seed=None)
-    said = {tuple(llm.generate("the cat", unseeded)[0].token_ids) for _ in range(4)}
-    assert len(said) > 1
+    answers = {tuple(llm.generate("the cat", unseeded)[0].token_ids) for _ in range(4)}
+    assert len(answers) > 1
 
 
 def test_what_it_is_shows(llm):
@@ -215,13 +204,6 @@ def test_after_a_warm_up_nothing_is_compiled(folder, whole):
     assert llm.engine.num_programs == programs
 
 
-@pytest.mark.full
-def test_replicas_on_several_devices_give_the_same(folder, whole):
-    llm = LLM(folder, window_size=4, mesh={"data": 2}, **SMALL)
-    assert llm.engine.settings.sequences == 8
-    assert llm.generate(PROMPTS, GREEDY) == whole
-
-
 def test_prompts_are_read_only_some_way_ahead(llm):
     read = 0
 
@@ -271,21 +253,21 @@ def test_only_what_the_tokenizer_knows_is_chosen(tmp_path):
 # --- streaming ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [0, 3])
 @pytest.mark.parametrize(
-    "params", [GREEDY, SAMPLED, VERIFIED], ids=["greedy", "sampled", "verified"]
+    ("params", "with_stop"),
+    [(GREEDY, True), (SAMPLED, False), (VERIFIED, True), (VERIFIED, False)],
+    ids=["greedy, stopped", "sampled", "verified, stopped", "verified"],
 )
-@pytest.mark.parametrize("with_stop", [False, True])
-def test_stream_adds_up_to_generate(llm, number, params, with_stop, monkeypatch):
+def test_stream_adds_up_to_generate(llm, params, with_stop, monkeypatch):
     monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
-    (expected,) = llm.generate(PROMPTS[number], params)
+    (expected,) = llm.generate(PROMPTS[3], params)
     if with_stop:
         assert expected.text
         params = dataclasses.replace(params, stop=(expected.text[-6:-3], "never"))
-        (expected,) = llm.generate(PROMPTS[number], params)
+        (expected,) = llm.generate(PROMPTS[3], params)
         assert expected.finish_reason == "stop"
     for _ in range(9):  # a reader that wakes late gets several bursts at once
-        chunks = list(llm.stream(PROMPTS[number], params))
+        chunks = list(llm.stream(PROMPTS[3], params))
         if len(chunks) > 2:
             break
     assert len(chunks) > 2
@@ -298,17 +280,22 @@ def test_stream_adds_up_to_generate(llm, number, params, with_stop, monkeypatch)
 # --- limits ----------------------------------------------------------------------------
 
 
-def test_token_ids_need_no_tokenizer(tmp_path, llm, whole):
+def test_token_ids_need_no_tokenizer_and_texts_do(tmp_path, llm, whole):
     bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4, **SMALL)
+    chat = [{"role": "user", "content": "hello"}]
+    for call in (
+        lambda: bare.generate("text", PLAIN),
+        lambda: bare.generate([5], dataclasses.replace(PLAIN, stop="x")),
+        lambda: bare.chat(chat),
+    ):
+        with pytest.raises(InputError, match="bare has no tokenizer"):
+            call()
     ids = llm.codec.encode(PROMPTS[0])
     assert bare.generate([ids], GREEDY) == [dataclasses.replace(whole[0], text=None)]
     assert list(bare.stream(ids, GREEDY))[-1].completion.token_ids == whole[0].token_ids
 
 
 # --- what is refused before anything runs, and what is warned of -------------------------
-
-
-PLAIN = SamplingParams(max_tokens=24)
 
 
 @pytest.fixture
@@ -350,23 +337,35 @@ def test_refused_before_running(llm, prompts, params, message):
         llm.generate(prompts, params)
 
 
+TWO_SAMPLES = SamplingParams(temperature=1.0, n=2)
+
+
 @pytest.mark.usefixtures("never_runs")
 @pytest.mark.parametrize(
-    ("conversations", "message"),
+    ("call", "message"),
     [
-        ("hello", "conversations: expected lists of messages, not str"),
-        (5, "conversations: expected lists of messages, not int"),
-        ([[]], "messages: expected a list of at least one"),
-        ([{"role": "user"}], r"messages\[0\].content: expected a text, .* not null"),
+        (lambda llm: llm.chat("hello"), "conversations: expected lists of messages, not str"),
+        (lambda llm: llm.chat(5), "conversations: expected lists of messages, not int"),
+        (lambda llm: llm.chat([[]]), "messages: expected a list of at least one"),
         (
-            [[{"role": "user", "content": "a"}], ["b"]],
+            lambda llm: llm.chat([{"role": "user"}]),
+            r"messages\[0\].content: expected a .* not null",
+        ),
+        (
+            lambda llm: llm.chat([[{"role": "user", "content": "a"}], ["b"]]),
             r"conversation 1: messages\[0\]: .* not \"b\"",
         ),
+        (lambda llm: next(llm.stream("a", TWO_SAMPLES)), r"^n: expected 1 here, not 2"),
+        (lambda llm: llm.prepare_one("a", TWO_SAMPLES), r"^n: expected 1 here, not 2"),
+        (lambda llm: llm.score(["one", "two"], ["three"]), "as many completions as prompts"),
+        (lambda llm: llm.score(["a", "b"], ["c", [5] * 400]), r"pair 1: .*max_model_len"),
+        (lambda llm: llm.score(["one"], [[5, 1000]]), "outside the vocabulary"),
+        (lambda llm: llm.score(["a"], ["b"], top=21), "top: expected an integer from 0 to 20"),
     ],
 )
-def test_refused_conversations(llm, conversations, message):
+def test_refused_calls(llm, call, message):
     with pytest.raises(InputError, match=message):
-        llm.chat(conversations, PLAIN)
+        call(llm)
 
 
 @pytest.mark.parametrize(
@@ -437,34 +436,6 @@ def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(tmp_pa
         f"{qwen} (qwen3) was not trained on masks: decoding autoregressively, as with a window of "
         "0\n"
     )
-
-
-def test_samples_where_one_is_expected_are_refused(llm):
-    params = dataclasses.replace(PLAIN, temperature=1.0, n=2)
-    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
-        next(llm.stream("the cat", params))
-    with pytest.raises(InputError, match=r"^n: expected 1 here, not 2"):
-        llm.prepare_one("the cat", params)
-
-
-def test_what_cannot_be_scored_is_refused(llm):
-    with pytest.raises(InputError, match="as many completions as prompts"):
-        llm.score(["one", "two"], ["three"])
-    with pytest.raises(InputError, match=r"pair 1: .*max_model_len"):
-        llm.score(["one"] * 2, ["two", [5] * 400])
-    with pytest.raises(InputError, match="outside the vocabulary"):
-        llm.score(["one"], [[5, 1000]])
-    with pytest.raises(InputError, match="top: expected an integer from 0 to 20"):
-        llm.score(["one"], ["two"], top=21)
-
-
-def test_without_a_tokenizer_texts_are_refused(tmp_path):
-    bare = LLM(write_tiny_checkpoint(tmp_path / "bare", tokenizer=False), window_size=4)
-    for prompt, params in (("text", PLAIN), ([5], dataclasses.replace(PLAIN, stop="x"))):
-        with pytest.raises(InputError, match="bare has no tokenizer"):
-            bare.generate(prompt, params)
-    with pytest.raises(InputError, match="bare has no tokenizer"):
-        bare.chat([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize(

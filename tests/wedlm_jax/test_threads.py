@@ -141,22 +141,3 @@ def test_a_stream_may_be_collected_within_a_step(llm, expected, monkeypatch):
     (found,) = together([lambda: answers(llm, PROMPTS[:2], PARAMS[1])])
     assert found == expected[1][:2]
     assert_idle(llm)
-
-
-def test_an_engine_that_fails_tells_all_and_begins_anew(llm, expected, monkeypatch):
-    other = llm.stream(PROMPTS[1], PARAMS[0])
-    next(other)
-    step = llm.engine.step
-
-    def failing(*arguments, **options):
-        step(*arguments, **options)
-        raise RuntimeError("lost")
-
-    monkeypatch.setattr(llm.engine, "step", failing)
-    with pytest.raises(RuntimeError, match="lost"):
-        llm.generate(PROMPTS, PARAMS[0])
-    monkeypatch.undo()
-    with pytest.raises(RuntimeError, match="lost"):
-        list(other)
-    assert_idle(llm)
-    assert answers(llm, PROMPTS, PARAMS[0]) == expected[0]

@@ -9,7 +9,6 @@ import pytest
 
 from tests.examples.schemas import fits, random_schema
 from tests.examples.tiny_checkpoint import TEXTS, write_tiny_checkpoint
-from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -80,10 +79,3 @@ def test_schemas_expressions_and_neither_side_by_side(llm):
     assert len(matched.samples) == 3
     assert plain.token_ids == llm.generate(TEXTS[1], params[1])[0].token_ids
     assert drawn.token_ids == llm.generate(TEXTS[3], params[3])[0].token_ids
-
-
-def test_what_cannot_be_followed_is_told_before_anything_is_decoded(llm, tmp_path):
-    params = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=5, regex="[a")]
-    with pytest.raises(InputError, match=r"^prompt 1: regex: unclosed character class"):
-        llm.generate(["a", "b"], params)
-    assert not llm.engine.has_work

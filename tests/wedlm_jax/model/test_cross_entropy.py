@@ -53,8 +53,8 @@ def test_losses_and_gradients_equal_those_of_whole_logits(chunk, share):
     exact = cross_entropy(flat.astype(np.float64) @ head.T, flat_targets)
     np.testing.assert_allclose(nll.reshape(-1), exact * counted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(total, (exact * weight).sum(), rtol=1e-5)
-    said = (flat @ head.T).argmax(-1) == flat_targets
-    np.testing.assert_array_equal(hit.reshape(-1), said & counted)
+    is_hit = (flat @ head.T).argmax(-1) == flat_targets
+    np.testing.assert_array_equal(hit.reshape(-1), is_hit & counted)
     wanted_gradients = cross_entropy_gradients(flat, head, flat_targets, 3 * weight)
     for ours, theirs in zip((by_hidden.reshape(-1, WIDTH), by_head), wanted_gradients, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
