@@ -1,4 +1,4 @@
-"""A model's architecture: the fields of a Hugging Face ``config.json``, under the same names."""
+"""Describes a model's architecture by the fields of a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 

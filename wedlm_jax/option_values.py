@@ -1,4 +1,4 @@
-"""The valid values of options: their bounds, and values that may be given in several forms.
+"""Checks the values of options: their bounds, and values that may be given in several forms.
 
 Tested by tests/wedlm_jax/test_params.py.
 """

@@ -1,4 +1,4 @@
-"""Block-aligned packing of samples of any length into examples of one length, on the host.
+"""Packs samples of any length into examples of one length, aligned to blocks, on the host.
 
 Every sample is padded to a multiple of the block size, so blocks are the same static pattern in
 every packed example and only segment ids vary.

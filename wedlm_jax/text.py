@@ -1,4 +1,4 @@
-"""Text in and out: prompts, the tokenizer, incremental decoding, stop strings."""
+"""Converts text to tokens and back: prompts, chat templates, growing texts, stop strings."""
 
 from __future__ import annotations
 

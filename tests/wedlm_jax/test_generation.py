@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.wedlm_jax.test_text import TEXTS, byte_tokenizer, write_tokenizer
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
-from wedlm_jax.engine.interface import Finished, Request, TokenDelta
+from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.generation import Handle, complete
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import SETTLED_BEHIND, GrowingText, StopStrings, TextCodec
@@ -145,6 +145,13 @@ def test_without_a_tokenizer_there_are_tokens_alone():
     assert handle.completion == dataclasses.replace(handle.completion, text=None)
     piece = handle.piece()
     assert (piece.token_ids, piece.completion.finish_reason) == ([5], "length")
+
+
+def test_a_failure_is_raised_and_ends_the_sequence():
+    handle = Handle(Loop(), None, (), SamplingParams(), None)
+    with pytest.raises(RuntimeError, match="lost"):
+        handle.take(Failed(REQUEST, RuntimeError("lost")))
+    assert handle.is_over
 
 
 # --- a completion cut at one of its tokens -----------------------------------------------

@@ -38,8 +38,8 @@ def test_an_unknown_option_gets_the_nearest_known_one(command, capsys):
     misspelt = f"{known[:4]}q{known[4:]}"
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args([f"{misspelt}=x", "--zzzz"])
-    said = f"unrecognized arguments: {misspelt}=x --zzzz; did you mean {known}?\n"
-    assert capsys.readouterr().err.endswith(said)
+    message = f"unrecognized arguments: {misspelt}=x --zzzz; did you mean {known}?\n"
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_help_lists_every_command(capsys):

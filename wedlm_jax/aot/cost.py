@@ -1,4 +1,4 @@
-"""The costs of a compiled program, read from its HLO text.
+"""Computes the costs of a compiled program from its HLO text.
 
 XLA's own cost analysis counts the body of a loop once. Here each computation's cost is multiplied
 by the trip count of the loop that calls it.

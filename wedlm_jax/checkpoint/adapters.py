@@ -1,4 +1,5 @@
-"""Adapters in PEFT's layout, ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Reads and writes adapters in PEFT's layout, ``adapter_config.json`` and
+``adapter_model.safetensors``.
 
 Those of an ordinary finetune name their base model and are read as the model that they make: each
 matrix is merged as it is read, W + s B A, row by row, so that such a folder can stand wherever a
@@ -79,8 +80,10 @@ class PeftCheckpoint(Checkpoint):
         rank, alpha = content["r"], content["lora_alpha"]
         scale = alpha / (rank**0.5 if content.get("use_rslora") else rank)
         self.folder, self.config, self.raw_config = folder, base.config, base.raw_config
-        own = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-        self._base, self.tokenizer_folder = base, folder if own else base.tokenizer_folder
+        names = ("tokenizer.json", "tokenizer_config.json")
+        has_tokenizer = any((folder / name).exists() for name in names)
+        self._base = base
+        self.tokenizer_folder = folder if has_tokenizer else base.tokenizer_folder
         tensors = dict(base.tensors)
         for name, (a, b) in _pairs(SafetensorsFile(folder / ADAPTER_WEIGHTS)).items():
             if name not in tensors or len(tensors[name].shape) != 2:
@@ -113,10 +116,10 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
     """
     path = folder / ADAPTER_CONFIG
     if (content := read_object(path)) is None:
-        wanted = f"{folder}: no drafter, which would have {ADAPTER_CONFIG}"
-        raise InputError(wanted if drafter else f"{path}: no such file")
-    ours = content.get("wedlm")
-    if drafter != (isinstance(ours, dict) and ours.get("rows") == "masked"):
+        absent = f"{folder}: no drafter, which would have {ADAPTER_CONFIG}"
+        raise InputError(absent if drafter else f"{path}: no such file")
+    settings = content.get("wedlm")
+    if drafter != (isinstance(settings, dict) and settings.get("rows") == "masked"):
         raise InputError(
             f"{folder}: these adapters act on rows of text: give them as the model; a drafter's, "
             "from `wedlm train` with objective drafter, act on masks only"
@@ -150,8 +153,8 @@ def base_of(folder: Path) -> str | Path:
             f"{folder / ADAPTER_CONFIG}: base_model_name_or_path does not name the base model; "
             "write its folder there"
         )
-    beside = folder / name
-    return beside if not Path(name).exists() and beside.is_dir() else name
+    relative = folder / name
+    return relative if not Path(name).exists() and relative.is_dir() else name
 
 
 def _pairs(file: SafetensorsFile) -> dict[str, tuple[DeferredArray, DeferredArray]]:
@@ -181,14 +184,14 @@ def _merged(
             f"{weight.name!r} of shape {list(weight.shape)}: adapters of another model"
         )
 
-    def rows(wanted: slice) -> Rows:
+    def read_rows(rows: slice) -> Rows:
         right = a.read().astype(np.float32)
         left = b.read().astype(np.float32) * scale
-        for start, part in weight.read_rows(wanted):
+        for start, part in weight.read_rows(rows):
             change = left[start : start + len(part)] @ right
             yield start, cast(weight.name, part.astype(np.float32) + change, weight.dtype)
 
-    return array_in_rows(weight.name, weight.shape, weight.dtype, rows)
+    return array_in_rows(weight.name, weight.shape, weight.dtype, read_rows)
 
 
 # --- drafters -----------------------------------------------------------------------------
@@ -328,16 +331,17 @@ def read_drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
       InputError: they are none of a drafter, or belong to another model than ``base``.
     """
     content = read_adapter_config(folder, drafter=True)
-    rank, targets, ours = content["r"], content.get("target_modules"), content["wedlm"]
+    rank, targets = content["r"], content.get("target_modules")
+    settings = content["wedlm"]
     if not isinstance(targets, list) or not {*map(str, targets)} <= {*TARGETS}:
         raise InputError(
             f"{folder / ADAPTER_CONFIG}: not what a drafter has: rank {rank}, targets {targets}"
         )
-    if ours.get("base_digest") != base_digest(base):
+    if settings.get("base_digest") != base_digest(base):
         raise InputError(
             f"{folder}: a drafter of another model: the parameters of {base.folder} are not those "
             "that it was trained beside"
         )
     known = tuple(name for name in TARGETS if name in targets)
-    numbers = (int(ours.get(name, 0)) for name in ("window_size", "previous_rank"))
+    numbers = (int(settings.get(name, 0)) for name in ("window_size", "previous_rank"))
     return LoraConfig(int(rank), float(content["lora_alpha"]), known, "masked", *numbers)

@@ -1,5 +1,5 @@
-"""GGUF files of llama.cpp: configuration, tensors under Hugging Face's names, and the tokenizer
-as Hugging Face's files.
+"""Reads GGUF files of llama.cpp: the configuration, the tensors under Hugging Face's names, and the
+tokenizer as Hugging Face's files.
 
 Quantized values are computed in float32 from their integers and scales, a few rows at a time, by
 the package ``gguf`` and without PyTorch; float16 and bfloat16 values stay as they are.
@@ -148,24 +148,24 @@ class GGUFCheckpoint(Checkpoint):
                 f"architecture {architecture!r} is not supported (only {', '.join(ARCHITECTURES)})"
             )
         prefix = f"{architecture}."
-        said = {
+        fields = {
             name.removeprefix(prefix): value
             for name, value in self.metadata.items()
             if name.startswith(prefix)
         }
-        for name, value in said.items():
+        for name, value in fields.items():
             known = name in FIELDS or name in CHECKED_APART
             if not known and value not in WITHOUT_EFFECT.get(name, ()):
                 shown = shortened(str(value), 60)
                 raise self._fail(f"{prefix}{name} {shown} is not supported")
         raw: dict[str, Any] = {"model_type": architecture}
         for name, field in FIELDS.items():
-            if name not in said and name not in OPTIONAL:
+            if name not in fields and name not in OPTIONAL:
                 raise self._fail(f"its metadata lacks {prefix}{name}")
-            if isinstance(said.get(name), list):
+            if isinstance(fields.get(name), list):
                 raise self._fail(f"{prefix}{name} differs between layers, which is not supported")
-            if name in said:
-                raw[field] = said[name]
+            if name in fields:
+                raw[field] = fields[name]
         embedding = self._stored.get("model.embed_tokens.weight")
         if embedding is None:
             raise self._fail("tensor 'token_embd.weight' is missing")
@@ -175,22 +175,22 @@ class GGUFCheckpoint(Checkpoint):
             raw[part] = f"model.layers.0.{tensor}" in self._stored
         raw.setdefault("head_dim", raw["hidden_size"] // max(1, raw["num_attention_heads"]))
         for name in ("attention.value_length", "rope.dimension_count"):
-            if said.get(name, raw["head_dim"]) != raw["head_dim"]:
+            if fields.get(name, raw["head_dim"]) != raw["head_dim"]:
                 raise self._fail(
-                    f"{prefix}{name} {said[name]} is not supported, where a head has "
+                    f"{prefix}{name} {fields[name]} is not supported, where a head has "
                     f"{raw['head_dim']} dimensions"
                 )
-        raw["rope_scaling"] = self._rope_scaling(said, raw)
+        raw["rope_scaling"] = self._rope_scaling(fields, raw)
         return raw | self._token_ids()
 
-    def _rope_scaling(self, said: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
-        kind = said.get("rope.scaling.type", "none")
+    def _rope_scaling(self, fields: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
+        kind = fields.get("rope.scaling.type", "none")
         if self._llama3_factors is not None:
             return self._llama3_scaling(raw)
         if kind == "none":
             return None
-        scaling = {"rope_type": kind, "factor": said.get("rope.scaling.factor")}
-        if (length := said.get("rope.scaling.original_context_length")) is not None:
+        scaling = {"rope_type": kind, "factor": fields.get("rope.scaling.factor")}
+        if (length := fields.get("rope.scaling.original_context_length")) is not None:
             scaling["original_max_position_embeddings"] = length
         return scaling
 
@@ -213,12 +213,15 @@ class GGUFCheckpoint(Checkpoint):
         return scaling
 
     def _token_ids(self) -> dict[str, Any]:
-        def said(name: str) -> Any:
+        def token_id(name: str) -> Any:
             return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
 
-        ends = [said(name) for name in ("eos", "eot", "eom")]
-        ends = list(dict.fromkeys(end for end in ends if end is not None))
-        return {"bos_token_id": said("bos"), "pad_token_id": said("padding"), "eos_token_id": ends}
+        ends = [token_id(name) for name in ("eos", "eot", "eom")]
+        return {
+            "bos_token_id": token_id("bos"),
+            "pad_token_id": token_id("padding"),
+            "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+        }
 
     def stored_name(self, name: str) -> str:
         return _renamed(name, GGUF_NAMES)
@@ -336,33 +339,33 @@ def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> No
     Raises:
       InputError: it has no tokenizer, or one of a kind that is not supported.
     """
-    said = {
+    fields = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in metadata.items()
         if name.startswith("tokenizer.ggml.")
     }
-    kind, tokens = said.get("model"), said.get("tokens")
+    kind, tokens = fields.get("model"), fields.get("tokens")
     if kind not in ("gpt2", "llama") or not tokens:
         raise InputError(f"{path}: tokenizer {kind!r} is not supported (only gpt2, llama)")
-    types = said.get("token_type") or [1] * len(tokens)
+    types = fields.get("token_type") or [1] * len(tokens)
     known = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
     if kind == "gpt2":
-        tokenizer, begins = _byte_level(path, said, known)
+        tokenizer, begins = _byte_level(path, fields, known)
     else:
-        tokenizer, begins = _sentencepiece(said, known), True
+        tokenizer, begins = _sentencepiece(fields, known), True
     for special in (True, False):
-        wanted = CONTROL if special else USER_DEFINED
+        kind_of_token = CONTROL if special else USER_DEFINED
         added = [
             AddedToken(token, special=special, normalized=False)
             for token, i in known.items()
-            if types[i] == wanted
+            if types[i] == kind_of_token
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     names = {
-        name: _token(tokens, said.get(f"{key}_token_id"))
+        name: _token(tokens, fields.get(f"{key}_token_id"))
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
     }
-    if (bos := names["bos"]) is not None and said.get("add_bos_token", begins):
+    if (bos := names["bos"]) is not None and fields.get("add_bos_token", begins):
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, known[bos])]
         )
@@ -383,15 +386,15 @@ def _token(tokens: list[str], number: Any) -> str | None:
 
 
 def _byte_level(
-    path: Path, said: Mapping[str, Any], known: dict[str, int]
+    path: Path, fields: Mapping[str, Any], known: dict[str, int]
 ) -> tuple[Tokenizer, bool]:
     """Returns a BPE of bytes, and whether its texts begin with the BOS token by default."""
-    name = said.get("pre")
+    name = fields.get("pre")
     if name not in SPLITS:
         raise InputError(
             f"{path}: pre-tokenizer {name!r} is not supported (only {', '.join(SPLITS)})"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in said.get("merges", ())]
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
     begins = name in BEGINS_TEXTS
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, ignore_merges=begins))
     split = SPLITS[name]
@@ -409,14 +412,14 @@ def _byte_level(
     return tokenizer, begins
 
 
-def _sentencepiece(said: Mapping[str, Any], known: dict[str, int]) -> Tokenizer:
+def _sentencepiece(fields: Mapping[str, Any], known: dict[str, int]) -> Tokenizer:
     """Returns a BPE of characters, spaces written as "▁", that falls back to bytes."""
-    merges = [tuple(merge.split(" ", 1)) for merge in said.get("merges", ())]
-    unknown = _token(said["tokens"], said.get("unknown_token_id", 0))
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
+    unknown = _token(fields["tokens"], fields.get("unknown_token_id", 0))
     tokenizer = Tokenizer(
         models.BPE(
             vocab=known,
-            merges=merges or _merges(known, said.get("scores") or []),
+            merges=merges or _merges(known, fields.get("scores") or []),
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=True,
@@ -424,7 +427,7 @@ def _sentencepiece(said: Mapping[str, Any], known: dict[str, int]) -> Tokenizer:
     )
     steps: list[Any] = [normalizers.Replace(" ", "▁")]
     ends: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if said.get("add_space_prefix", True):
+    if fields.get("add_space_prefix", True):
         steps.insert(0, normalizers.Prepend("▁"))
         ends.append(decoders.Strip(" ", 1, 0))
     tokenizer.normalizer = normalizers.Sequence(steps)

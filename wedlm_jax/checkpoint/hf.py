@@ -1,5 +1,5 @@
-"""A folder in Hugging Face format, read and written: configuration, weights, and the small files
-beside them.
+"""Reads and writes folders in Hugging Face format: the configuration, the weights, and the small
+files beside them.
 
 Opening one reads headers only, and neither JAX nor Flax is imported, so `wedlm info` answers at
 once however large the weights are. What a file will hold is known before any value is read, so

@@ -1,4 +1,4 @@
-"""Models out of a checkpoint and into one, wherever their arrays lie.
+"""Reads a model from a checkpoint and writes it into one, wherever its arrays lie.
 
 A host reads its own rows once: tensor by tensor, whole rows at a time, straight into the slices
 that its devices hold. Beyond what is on the devices its memory holds the slices of one parameter,
@@ -137,9 +137,9 @@ def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
     if len(entry.hf_shape) < 2:
         return sharding
     others = [axis for place in axes[:-2] for axis in place]  # what cuts the layers stays
-    wanted = dict.fromkeys([*axes[-2], *axes[-1], *sharding.mesh.axis_names])
+    candidates = dict.fromkeys([*axes[-2], *axes[-1], *sharding.mesh.axis_names])
     chosen: list[str] = []
-    for axis in [axis for axis in wanted if axis not in others]:
+    for axis in [axis for axis in candidates if axis not in others]:
         shards = math.prod(sharding.mesh.shape[name] for name in [*chosen, axis])
         if entry.shape[-2] % shards == 0:
             chosen.append(axis)
@@ -246,16 +246,16 @@ def entry_dtype(checkpoint: Checkpoint, entry: Entry, dtype: Any = None) -> np.d
 
 def _read_tensor(tensor: DeferredArray, parts: list[tuple[Index, np.ndarray]]) -> None:
     """Fills each part with its slice of a tensor; rows that any part wants are read once."""
-    for wanted in _joined(index[0] for index, _ in parts):
-        for start, values in tensor.read_rows(slice(*wanted)):
+    for span in _joined(index[0] for index, _ in parts):
+        for start, values in tensor.read_rows(slice(*span)):
             for (rows, *columns), target in parts:
                 first, end = max(start, rows[0]), min(start + len(values), rows[1])
                 if first < end:
-                    own = values[first - start : end - start]
+                    part = values[first - start : end - start]
                     if columns:
-                        own = own[:, slice(*columns[0])]
+                        part = part[:, slice(*columns[0])]
                     to = bits(target.reshape(len(target), -1))[first - rows[0] : end - rows[0]]
-                    to[:] = bits(cast(tensor.name, own, target.dtype))
+                    to[:] = bits(cast(tensor.name, part, target.dtype))
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:

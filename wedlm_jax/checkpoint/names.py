@@ -1,5 +1,5 @@
-"""The names of parameters, ours, Hugging Face's and llama.cpp's, in one table; and a model's arrays
-by name."""
+"""Maps names of parameters, ours, Hugging Face's and llama.cpp's, in one table; and takes a model
+to its arrays by name and back."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def parameter_entries(config: ModelConfig, *, stacked: bool = True) -> list[Entr
         else:
             paths, names = [path], [tuple(name.format(i) for i in layers)]
         entries += [
-            Entry(own, shapes[own], tensors, stacked and per_layer)
-            for own, tensors in zip(paths, names, strict=True)
-            if own in shapes
+            Entry(full, shapes[full], tensors, stacked and per_layer)
+            for full, tensors in zip(paths, names, strict=True)
+            if full in shapes
         ]
     assert len(entries) == len(shapes), "the parameter table misses a parameter of the model"
     return entries

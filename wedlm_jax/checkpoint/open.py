@@ -1,5 +1,4 @@
-"""What a user's path or name means: which kind of checkpoint it is, where its folder is; and
-opening it.
+"""Finds the checkpoint that a user's path or name means, and opens it.
 
 A model is named by a folder in Hugging Face format (``config.json`` and safetensors files), a
 folder that `wedlm convert` made (``config.json`` and ``orbax/``), a folder of LoRA adapters that

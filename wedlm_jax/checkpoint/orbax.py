@@ -1,5 +1,5 @@
-"""Orbax's files, opened as models: a folder that `wedlm convert` made, with a model's arrays by
-their dotted paths, and the numbered states of a training run (`train.checkpoint`).
+"""Reads and writes models in orbax's files: folders that `wedlm convert` makes, with a model's
+arrays by their dotted paths, and the numbered states of a training run (`train.checkpoint`).
 
 A state knows nothing of the model: its arrays are numbered in the order of `jax.tree.leaves`, the
 step first and then what is trained. So a run describes its model beside its states

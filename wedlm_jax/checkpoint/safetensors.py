@@ -1,4 +1,4 @@
-"""Safetensors files, read and written in parts, with errors that name what is wrong.
+"""Reads and writes safetensors files in parts, with errors that name what is wrong.
 
 Nothing is memory-mapped: what is read or written passes through small buffers, so that a
 process that handles a large file does not grow by the file's pages.

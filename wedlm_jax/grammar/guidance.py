@@ -1,4 +1,4 @@
-"""Grammars by the library llguidance, over the tokens of a checkpoint's tokenizer."""
+"""Compiles grammars with the library llguidance, over the tokens of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing files and folders that appear whole or not at all, and survive a loss of power.
+"""Writes files and folders that appear whole or not at all, and survive a loss of power.
 
 In a bucket (`wedlm_jax.host.storage`) a file is an object, which always appears whole; a folder is
 copied into its place with its ``config.json`` last, without which it counts for none.

@@ -1,4 +1,4 @@
-"""The parser of every command, and the status that each ends with."""
+"""Parses the options of every command, and ends each with its exit status."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def run_command(name: str, main: Callable[[], int | None]) -> int:
         status = exit_status(error)
         if status == FAULT:
             raise
-        said = str(error)
+        message = str(error)
         if status == PIPE_CLOSED:
             sys.stderr.close()
             return status
         if isinstance(error, KeyboardInterrupt):
-            said = said or "interrupted"
+            message = message or "interrupted"
         elif isinstance(error, OSError):
             where = f"{error.filename}: " if error.filename else ""
-            said = f"{where}{error.strerror or error}"
-        print(f"{name}: {said}", file=sys.stderr)
+            message = f"{where}{error.strerror or error}"
+        print(f"{name}: {message}", file=sys.stderr)
         return status
 
 

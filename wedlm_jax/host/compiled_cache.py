@@ -1,4 +1,4 @@
-"""Compiled programs kept on disk, so that what was compiled once is not compiled again.
+"""Keeps compiled programs on disk, so that what was compiled once is not compiled again.
 
 Training uses JAX's own cache. It keeps what XLA makes of a program, but finds it only by tracing
 and lowering that program again, which for a decoder takes as long as to load it three times over.

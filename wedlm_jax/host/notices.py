@@ -1,4 +1,4 @@
-"""Notices: sentences on standard error beside a command's results, and beside its progress bar.
+"""Prints notices: sentences on standard error, apart from a command's results and its progress bar.
 
 They go through the logger ``wedlm``, which has a handler of its own: the root logger gets one from
 whichever library logs first (absl, when orbax is imported), and that one begins each line with a

@@ -1,5 +1,5 @@
-"""The processes of one job: which of how many this is, and what they do together: who speaks,
-what they tell one another, and writing one folder.
+"""Finds out which process of a job this is, and does what processes do together: print a line once,
+exchange texts, and write one folder.
 
 The one place that asks which process this is.
 """

@@ -1,5 +1,5 @@
-"""How far some work is: where a call that decodes stands, the one bar that commands show, and what
-is said while something takes long."""
+"""Shows progress: that of a call that decodes, in the bar of all commands, and in a line while
+something takes long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals that end a program well: the one place that handles them.
+"""Handles signals, so that an interrupted program ends well; the one place that does.
 
 Python runs a signal's handler in the main thread, between two of its own instructions. A compiler
 has none for half a minute, so the main thread leaves compiling to another one and waits, which a

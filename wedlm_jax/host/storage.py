@@ -1,4 +1,4 @@
-"""Where files lie: in folders of this machine, or in buckets of Google Cloud Storage.
+"""Reads and writes files in folders of this machine and in buckets of Google Cloud Storage.
 
 The one place that knows what the name of a file or folder means. A path from `as_path` is
 `pathlib`'s for a folder, and for ``gs://`` one with the same methods (`etils.epath` over gcsfs),

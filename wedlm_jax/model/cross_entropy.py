@@ -1,4 +1,4 @@
-"""Cross entropy through the output projection, a chunk of tokens at a time.
+"""Computes cross entropy through the output projection, a chunk of tokens at a time.
 
 The logits of all tokens at once would be the largest array of a training step by far, so they are
 computed, used and dropped chunk by chunk. The weight of each token in the loss is known in advance,

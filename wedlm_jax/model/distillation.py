@@ -1,5 +1,5 @@
-"""The distance of a student's predictions from a teacher's through one output projection, a chunk
-of rows at a time.
+"""Computes the distance of a student's predictions from a teacher's through one output projection,
+a chunk of rows at a time.
 
 As in `wedlm_jax.model.cross_entropy`, logits are computed, used and dropped chunk by chunk, and the
 same pass computes the gradients. Here the matrix is not trained and each row has its own loss. So

@@ -1,5 +1,5 @@
-"""Records as a Parquet file: the types of its columns, found from the records' own values, and the
-file, written a row group at a time.
+"""Writes records as a Parquet file, a row group at a time; finds the types of its columns from the
+records' values.
 
 Tested by tests/infer/job/test_result_record.py.
 """

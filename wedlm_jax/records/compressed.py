@@ -1,4 +1,4 @@
-"""Compressed files of records, unpacked while they are read.
+"""Unpacks compressed files of records while they are read.
 
 Tested by tests/infer/job/test_input.py.
 """

@@ -1,4 +1,4 @@
-"""Files of records, found in folders in a fixed order; their ending gives their kind."""
+"""Finds files of records in folders, in a fixed order; their ending gives their kind."""
 
 from __future__ import annotations
 

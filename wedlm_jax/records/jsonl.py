@@ -1,4 +1,4 @@
-"""JSON Lines: the lines of a file with the places where they begin, and the object in each."""
+"""Reads JSON Lines: lines with the places where they begin, and the object in each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, read a few at a time. pyarrow is an optional dependency."""
+"""Reads rows of Parquet files, a few at a time. pyarrow is an optional dependency."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Questions with known answers, from a JSONL file: what a run in mid-training, demo, evaluate and
-bench decode, and how it is judged.
+"""Reads questions with known answers from a JSONL file, and judges completions of them: for demo,
+evaluate, bench, and runs that evaluate in mid-training.
 
 The file beside the embedded model holds prompts whose hash kept them out of its training data.
 docs/evaluation.md describes the format.

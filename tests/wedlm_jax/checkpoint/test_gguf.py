@@ -165,6 +165,7 @@ def test_extended_contexts(tmp_path):
     assert rope.get("original_max_position_embeddings") == 16
 
 
+@pytest.mark.full
 def test_logits_are_those_of_transformers(tmp_path):
     """Read by transformers from the same file, and by us from the folder that is made of it."""
     torch = pytest.importorskip("torch")
@@ -198,7 +199,7 @@ def of_unknown_type(content):
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ({"architecture": "gemma3"}, "'gemma3' is not supported (only llama, qwen2, qwen3)"),
         ({"architecture": "qwen2moe"}, "architecture 'qwen2moe' is not supported"),
@@ -231,7 +232,7 @@ def of_unknown_type(content):
         ({"content": lambda _: b"PK\x03\x04 and more"}, "not a GGUF file, or cut off at its first"),
     ],
 )
-def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, fault, said):
+def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, fault, message):
     shape = {"head_dim": 32, "num_attention_heads": 8}
     tensors = gguf_tensors(example(tmp_path / "original", **shape))
     metadata, types = {**metadata_of(**shape), **SOME_TOKENIZER}, {}
@@ -252,7 +253,7 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, fault, said):
     error = capsys.readouterr().err
     assert error.startswith(f"wedlm convert: {file}: ")
     assert error.count("\n") == 1, error
-    assert said in error
+    assert message in error
     assert not list(tmp_path.glob("*out*")), "something was written"
 
 
@@ -368,7 +369,7 @@ def test_sentencepiece_tokens_are_those_of_transformers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("pre", "said", "begins"),
+    ("pre", "add_bos_token", "begins"),
     [
         ("qwen2", None, False),
         ("llama-bpe", None, True),
@@ -376,10 +377,10 @@ def test_sentencepiece_tokens_are_those_of_transformers(tmp_path):
         ("smollm", True, True),
     ],
 )
-def test_texts_begin_as_the_file_says(pre, said, begins, tmp_path):
+def test_texts_begin_as_the_file_says(pre, add_bos_token, begins, tmp_path):
     metadata = byte_level(pre)
-    if said is not None:
-        metadata["tokenizer.ggml.add_bos_token"] = said
+    if add_bos_token is not None:
+        metadata["tokenizer.ggml.add_bos_token"] = add_bos_token
     write_tokenizer(tmp_path / "x.gguf", metadata, tmp_path)
     codec = TextCodec.load(tmp_path)
     begin = metadata["tokenizer.ggml.bos_token_id"]

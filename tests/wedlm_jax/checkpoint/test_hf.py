@@ -34,7 +34,7 @@ def with_config(**changes):
 
 
 @pytest.mark.parametrize(
-    ("spoil", "file", "said"),
+    ("spoil", "file", "message"),
     [
         (with_tensor(K_PROJ, None), "", f"{K_PROJ!r} is missing"),
         (with_tensor("lm_head.weight", None), "", "'lm_head.weight' is missing"),
@@ -55,9 +55,9 @@ def with_config(**changes):
         (lambda folder: (folder / "config.json").unlink(), "config.json", "no such file"),
     ],
 )
-def test_a_spoilt_folder_is_refused(hf, spoil, file, said):
+def test_a_spoilt_folder_is_refused(hf, spoil, file, message):
     spoil(hf)
-    with refused(hf / file, said):
+    with refused(hf / file, message):
         load_checkpoint(hf)
 
 
@@ -75,15 +75,15 @@ def sharded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         *((text, INDEX) for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}')),
         ('{"weight_map": {"a": "../other.safetensors"}}', "'a' is in no file of this folder"),
     ],
 )
-def test_index_that_is_none(sharded, content, said):
+def test_index_that_is_none(sharded, content, message):
     (sharded / INDEX).write_text(content)
-    with refused(sharded, said):
+    with refused(sharded, message):
         load_checkpoint(sharded)
 
 
@@ -124,7 +124,7 @@ def test_its_stop_tokens_join_those_of_config_json(folder, given):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"eos_token_id": "x"}', 'token id, or a list, as eos_token_id, not "x"'),
         ('{"eos_token_id": [1, null]}', "as eos_token_id"),
@@ -136,9 +136,9 @@ def test_its_stop_tokens_join_those_of_config_json(folder, given):
         ("{", "not valid JSON"),
     ],
 )
-def test_a_malformed_file_is_named_in_one_sentence(folder, content, said):
+def test_a_malformed_file_is_named_in_one_sentence(folder, content, message):
     (folder / GENERATION_CONFIG).write_text(content, encoding="utf-8")
-    with refused(f"{folder / GENERATION_CONFIG}: ", said):
+    with refused(f"{folder / GENERATION_CONFIG}: ", message):
         open_checkpoint(folder)
 
 
@@ -199,11 +199,11 @@ def test_a_command_says_once_that_it_does_not_sample_as_advised(
 ):
     write(folder, **values)
     load({"model": str(folder), "window_size": 4, "batch_size": 1, **options})
-    said = [one for one in capsys.readouterr().err.splitlines() if "advises to sample" in one]
-    assert len(said) == told
+    message = [one for one in capsys.readouterr().err.splitlines() if "advises to sample" in one]
+    assert len(message) == told
     if told:
-        assert "(temperature 0.6, top_p 0.95, top_k 20)" in said[0]
-        assert "--generation-config auto" in said[0]
+        assert "(temperature 0.6, top_p 0.95, top_k 20)" in message[0]
+        assert "--generation-config auto" in message[0]
 
 
 # --- one safetensors file ----------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_file_may_be_read_by_whoever_may_read_the_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         *(
             (lambda whole, end=end: whole[:end], "truncated or not a")
@@ -236,12 +236,12 @@ def test_file_may_be_read_by_whoever_may_read_the_folder(tmp_path):
         ("folder", "not a safetensors file"),
     ],
 )
-def test_what_is_no_such_file(tmp_path, content, said):
+def test_what_is_no_such_file(tmp_path, content, message):
     path = tmp_path / "x.safetensors"
     if content == "folder":
         path.mkdir()
     elif content is not None:
         write_file(path, {"a": np.zeros((64, 8), np.float32)})
         path.write_bytes(content(path.read_bytes()))
-    with refused(path, said):
+    with refused(path, message):
         SafetensorsFile(path)

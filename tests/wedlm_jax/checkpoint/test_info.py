@@ -86,7 +86,7 @@ UNMASKED = {"mask_token_id": None}
 
 
 @pytest.mark.parametrize(
-    ("written", "changes", "name", "said"),
+    ("written", "changes", "name", "message"),
     [
         ({}, {}, "heads", "4 of 6, 2 for keys and values, QK-norm"),
         ({}, {}, "vocabulary", "24, own head"),
@@ -116,10 +116,10 @@ UNMASKED = {"mask_token_id": None}
         ),
     ],
 )
-def test_what_the_text_says(tmp_path, written, changes, name, said):
+def test_what_the_text_says(tmp_path, written, changes, name, message):
     folder = write_tiny(tmp_path / "模型", **written)
     edit_config(folder, **changes)
-    assert line(folder, name).startswith(said)
+    assert line(folder, name).startswith(message)
 
 
 def test_a_tied_head_that_is_written_all_the_same_is_no_fault(tmp_path):
@@ -202,7 +202,7 @@ def test_embedded_model_is_the_default(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("tokenizer_config.json", b"[1", "JSON"),
         ("tokenizer_config.json", None, "cannot be read"),
@@ -210,8 +210,8 @@ def test_embedded_model_is_the_default(folder, tmp_path, monkeypatch, capsys):
         ("model.safetensors", b"{", "truncated"),
     ],
 )
-def test_spoilt_files(folder, name, content, said):
+def test_spoilt_files(folder, name, content, message):
     (folder / name).unlink()
     (folder / name).mkdir() if content is None else (folder / name).write_bytes(content)
-    with refused(folder / name, said):
+    with refused(folder / name, message):
         describe(folder)

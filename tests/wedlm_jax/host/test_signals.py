@@ -116,18 +116,18 @@ def test_ctrl_c_does_not_wait_for_a_compiler():
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "message"),
     [
         (IN_THE_MAIN_THREAD, "it: interrupted while compiling"),
         (IN_ANOTHER_THREAD, "it: interrupted"),
     ],
     ids=["main thread", "another thread"],
 )
-def test_an_interrupted_command_does_not_wait_for_a_compiler(script, said):
+def test_an_interrupted_command_does_not_wait_for_a_compiler(script, message):
     started = time.monotonic()
     command = [sys.executable, "-c", BEGIN + script]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert (ended.returncode, ended.stderr) == (130, f"{said}\n")
+    assert (ended.returncode, ended.stderr) == (130, f"{message}\n")
     assert time.monotonic() - started < 40
 
 
