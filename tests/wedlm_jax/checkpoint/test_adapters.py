@@ -13,7 +13,7 @@ from tests.examples.checkpoints import hf_values, refused, write_tiny
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.examples.train_step import DIVIDED
 from tests.examples.training import tiny_transformer
-from wedlm_jax import LLM, SamplingParams
+from wedlm_jax import LLM
 from wedlm_jax.checkpoint import ADAPTER_CONFIG as CONFIG
 from wedlm_jax.checkpoint.adapters import ADAPTER_WEIGHTS as WEIGHTS
 from wedlm_jax.checkpoint.adapters import base_digest, save_drafter, with_drafter
@@ -107,22 +107,22 @@ def test_some_rows_of_a_merged_matrix(base, adapters):
     np.testing.assert_allclose(rows, whole[2:5], rtol=1e-6, atol=1e-6)
 
 
-def test_it_decodes_with_the_tokenizer_of_its_base(tmp_path):
-    base = write_tiny_checkpoint(tmp_path / "base")
+def test_it_has_the_tokenizer_of_its_base(tmp_path):
+    base, folder = write_tiny_checkpoint(tmp_path / "base"), tmp_path / "adapters"
     matrices = [f"model.layers.0.self_attn.{x}_proj" for x in "qv"]
-    write_adapters(tmp_path / "adapters", base, matrices=matrices, suffix=".default", size=0.5)
+    write_adapters(folder, base, matrices=matrices, suffix=".default")
     # The base's path may count from the folder of the adapters.
-    config = json.loads((tmp_path / "adapters" / CONFIG).read_text(encoding="utf-8"))
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = "../base"
-    (tmp_path / "adapters" / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-    assert describe(tmp_path / "adapters")["format"] == "peft"
-    assert describe(tmp_path / "adapters")["tokenizer"]["present"]
-    convert(tmp_path / "adapters", tmp_path / "merged")
-    texts = {}
-    for name in ("base", "adapters", "merged"):
-        llm = LLM(tmp_path / name, max_batch_size=1, max_model_len=64)
-        texts[name] = llm.generate("the cat", SamplingParams(max_tokens=12))[0].text
-    assert texts["adapters"] == texts["merged"] != texts["base"]
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    assert describe(folder)["format"] == "peft"
+    assert describe(folder)["tokenizer"]["present"]
+    convert(folder, tmp_path / "merged")
+    found, expected = (hf_values(x) for x in (tmp_path / "merged", base))
+    changed = [name for name, value in found.items() if (value != expected[name]).any()]
+    assert sorted(changed) == [f"{name}.weight" for name in matrices]
+    codecs = [LLM(x, max_batch_size=1, max_model_len=64).codec for x in (folder, base)]
+    assert codecs[0].encode("the cat") == codecs[1].encode("the cat")
 
 
 @pytest.mark.parametrize(

@@ -233,9 +233,7 @@ def test_wedlm_model_type_means_the_same_weights(tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "parts"),
     [
-        ("qwen2", {"attention_bias": True}),
         ("qwen3", {"qk_norm": True}),
-        ("llama", {"mlp_bias": True}),
         ("llama", {"attention_bias": True, "attention_out_bias": True}),
         ("mistral", {}),
     ],
