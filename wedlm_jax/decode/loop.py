@@ -30,13 +30,13 @@ from wedlm_jax.decode.logprobs import Logprobs
 from wedlm_jax.decode.options import Options
 from wedlm_jax.decode.spans import Allowance, SpanPlan, has_room, plan_spans
 from wedlm_jax.decode.state import (
+    NOTHING,
     DecodeState,
     Emitted,
     LastForward,
     is_filled,
-    last_forward,
+    leading,
     no_backup,
-    no_forward,
 )
 from wedlm_jax.model import Transformer
 
@@ -82,7 +82,8 @@ def run_burst(
     Returns:
       state, pages, counters, and the last forward if the program has trait "traced".
     """
-    state = with_windows(_with_nothing_emitted(state), options, changed)
+    emitted = dataclasses.replace(state.emitted, count=jnp.zeros_like(state.emitted.count))
+    state = with_windows(dataclasses.replace(state, emitted=emitted), options, changed)
     page_size = pages.shape[1]
     begun = state.running.sum()
 
@@ -105,16 +106,21 @@ def run_burst(
         after = advance(state, predictions, decision, plan, options, program)
         if program.traits.lookup:
             after = with_copies(after, decision, options, allowance, program)
-        counters = _update_counters(counters, plan, program)
+        counters = BurstCounters(
+            counters.forwards + 1,
+            counters.tokens + plan.num_tokens,
+            counters.by_size + program.sizes.runs(plan.num_tokens),
+        )
         if program.traits.traced:
-            last = _record_forward(state, predictions, decision, plan, options, program)
+            has_row = predicted_slots(state, plan, options, program.traits)
+            last = _recorded(state, predictions, decision, has_row)
         return after, pages, hidden, with_committed(use, state, after), counters, last
 
     use = token_use(state, options, model.config.vocab_size)
     none = jnp.int32(0)
     start = BurstCounters(none, none, jnp.zeros(len(program.sizes.tokens), jnp.int32))
     hidden = no_hidden_states(model, program)
-    last = no_forward(*state.tokens.shape) if program.traits.traced else None
+    last = _nothing_recorded(state) if program.traits.traced else None
     carry = state, pages, hidden, use, start, last
     state, pages, _, _, counters, last = jax.lax.while_loop(more, body, carry)
     return state, pages, counters, last
@@ -153,7 +159,10 @@ def decide(
     """
     traits, slots = program.traits, state.tokens.shape[1]
     anchored = options.anchored
-    run = paper.committed_run(state)
+    # In physical order the tokens of the leading run come first, each preceded by exactly the text
+    # before it, so their keys and values are final. A filled slot after a mask saw an incomplete
+    # prefix and is computed again by the next forward.
+    run = leading(is_filled(state))
     # In mode "paper" the new text is the leading filled slots; in anchored sequences it is what the
     # rows of the leading run chose.
     at = jnp.minimum(state.known[:, None] + jnp.arange(slots), slots - 1)
@@ -266,18 +275,28 @@ def with_copies(
     )
 
 
-def _record_forward(
-    state: DecodeState,
-    predictions: Predictions,
-    decision: Decision,
-    plan: SpanPlan,
-    options: Options,
-    program: Program,
+def _nothing_recorded(state: DecodeState) -> LastForward:
+    """Returns the record before the first forward."""
+    slots, nobody = jnp.zeros_like(state.tokens), jnp.zeros_like(state.running)
+    entropies = jnp.zeros((slots.shape[0], slots.shape[1] + 1), jnp.float32)
+    count = jnp.zeros_like(state.active)
+    return LastForward(nobody, count, count, slots, entropies, slots, slots > 0)
+
+
+def _recorded(
+    state: DecodeState, predictions: Predictions, decision: Decision, has_row: Array
 ) -> LastForward:
-    has_row = predicted_slots(state, plan, options, program.traits)
-    entropies = jnp.where(has_row, predictions.entropies, jnp.nan)
-    tokens = predictions.tokens[:, :-1]
-    return last_forward(state, decision.ran, tokens, entropies, decision.fills, decision.kept)
+    """Records a forward of a ``state`` that predicted the slots of ``has_row [N, P+1]``."""
+    held = is_filled(state)
+    return LastForward(
+        ran=decision.ran,
+        start=state.window_start,
+        active=state.active,
+        held=jnp.where(held, state.tokens, NOTHING),
+        entropies=jnp.where(has_row, predictions.entropies, jnp.nan),
+        drafted=jnp.where(decision.fills, predictions.tokens[:, :-1], NOTHING),
+        rejected=held & ~decision.kept,
+    )
 
 
 def _count_forward(state: DecodeState, plan: SpanPlan) -> DecodeState:
@@ -292,14 +311,6 @@ def _count_forward(state: DecodeState, plan: SpanPlan) -> DecodeState:
     )
 
 
-def _update_counters(counters: BurstCounters, plan: SpanPlan, program: Program) -> BurstCounters:
-    return BurstCounters(
-        counters.forwards + 1,
-        counters.tokens + plan.num_tokens,
-        counters.by_size + program.sizes.runs(plan.num_tokens),
-    )
-
-
 def _at_slots(x: Array, slots: Array) -> Array:
     return x[jnp.arange(x.shape[0])[:, None], slots]
 
@@ -310,11 +321,6 @@ def _pick(condition: Array, new: Tree, old: Tree) -> Tree:
         return jnp.where(condition.reshape(shape), x, y)
 
     return jax.tree.map(pick, new, old)  # type: ignore[no-any-return]
-
-
-def _with_nothing_emitted(state: DecodeState) -> DecodeState:
-    emitted: Emitted = dataclasses.replace(state.emitted, count=jnp.zeros_like(state.emitted.count))
-    return dataclasses.replace(state, emitted=emitted)
 
 
 # --- Changes of the state after a forward ----------------------------------------------------
@@ -439,11 +445,6 @@ def put_in_front(state: DecodeState, sequences: Array, options: Options) -> Deco
         filled=filled,
         active=jnp.where(sequences, active, state.active).astype(jnp.int32),
     )
-
-
-def leading(filled: Array) -> Array:
-    """Counts the filled slots at the front of each window, int32 ``[N]``."""
-    return jnp.cumprod(filled, axis=1).sum(axis=1, dtype=jnp.int32)
 
 
 def with_windows(state: DecodeState, options: Options, changed: Array) -> DecodeState:

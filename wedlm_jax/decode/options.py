@@ -297,11 +297,6 @@ def abstract_options(sequences: int, traits: Traits, vocab: int) -> Options:
     return Options(**{k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in arrays.items()})  # type: ignore[arg-type]
 
 
-def idle_options(sequences: int, traits: Traits) -> Options:
-    """Returns the options of N unused places."""
-    return Options(**{k: jnp.asarray(v) for k, v in _idle_arrays(sequences, traits).items()})
-
-
 def _numbers(traits: Traits) -> list[str]:
     """Lists the fields of `SamplingParams` that have an array ``[N]`` in a program with
     ``traits``."""

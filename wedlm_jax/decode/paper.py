@@ -1,7 +1,6 @@
 """Mode "paper": fills the masks whose prediction is certain, and commits filled slots.
 
-A policy is three functions: which slots need the head, which of them are filled with its
-prediction, and which are committed. Source: WeDLM section 5.
+What it commits, the leading run, is in `wedlm_jax.decode.loop.decide`. Source: WeDLM section 5.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from jax import Array
 
 from wedlm_jax.decode.logits import keep_apart
 from wedlm_jax.decode.options import Options
-from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
+from wedlm_jax.decode.state import DecodeState, is_mask
 
 
 def predicted_slots(state: DecodeState) -> Array:
@@ -49,14 +48,3 @@ def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Ar
     if options.bad_words is None:
         return chosen
     return keep_apart(state, options, chosen, tokens)
-
-
-def committed_run(state: DecodeState) -> Array:
-    """Returns the length of the leading filled run, int32 ``[N]``.
-
-    In physical order its tokens come first, each preceded by exactly the text before it. So their
-    keys and values are final and can stay in the cache. A filled slot after a mask saw an
-    incomplete prefix and is computed again by the next forward.
-    """
-    # A running product of 1, 1, 1, 0, 1 is 1, 1, 1, 0, 0; its sum is the length of the run.
-    return jnp.cumprod(is_filled(state), axis=1).sum(axis=1, dtype=jnp.int32)

@@ -214,6 +214,12 @@ def is_mask(state: DecodeState) -> Array:
     return ~state.filled & exists(state)
 
 
+def leading(filled: Array) -> Array:
+    """Counts the filled slots at the front of each window, int32 ``[N]``."""
+    # A running product of 1, 1, 1, 0, 1 is 1, 1, 1, 0, 0; its sum is the length of the run.
+    return jnp.cumprod(filled, axis=1).sum(axis=1, dtype=jnp.int32)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadRows:
@@ -395,46 +401,3 @@ class LastForward:
     entropies: Array
     drafted: Array
     rejected: Array
-
-
-def no_forward(sequences: int, slots: int) -> LastForward:
-    """Returns the value before the first forward, for N sequences of P slots."""
-    none = jnp.full((sequences, slots), NOTHING)
-    return LastForward(
-        ran=jnp.zeros(sequences, bool),
-        start=jnp.zeros(sequences, jnp.int32),
-        active=jnp.zeros(sequences, jnp.int32),
-        held=none,
-        entropies=jnp.zeros((sequences, slots + 1), jnp.float32),
-        drafted=none,
-        rejected=jnp.zeros((sequences, slots), bool),
-    )
-
-
-def last_forward(
-    state: DecodeState,
-    ran: Array,
-    tokens: Array,
-    entropies: Array,
-    fills: Array,
-    kept: Array,
-) -> LastForward:
-    """Records a forward.
-
-    Args:
-      state: the state before it.
-      ran: bool ``[N]``, whether it ran the sequence's window.
-      tokens: int32 ``[N, P]``, predictions by slot.
-      entropies: float32 ``[N, P+1]``, entropies of the predictions; NaN where there is none.
-      fills, kept: bool ``[N, P]``, masks that it fills, and filled slots that stay.
-    """
-    held = is_filled(state)
-    return LastForward(
-        ran=ran,
-        start=state.window_start,
-        active=state.active,
-        held=jnp.where(held, state.tokens, NOTHING),
-        entropies=entropies,
-        drafted=jnp.where(fills, tokens, NOTHING),
-        rejected=held & ~kept,
-    )

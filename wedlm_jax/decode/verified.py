@@ -44,7 +44,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from wedlm_jax.decode.backup import is_used
-from wedlm_jax.decode.state import DecodeState, is_filled, is_mask
+from wedlm_jax.decode.state import DecodeState, is_filled, is_mask, leading
 
 
 class Verified(NamedTuple):
@@ -102,9 +102,7 @@ def right_run(state: DecodeState, tokens: Array) -> Array:
     is_draft = is_filled(state) & (slot >= 1)
     # Slot 0 holds text, which needs no check.
     right = (is_draft & (tokens[:, : len(slot)] == state.tokens)) | (slot == 0)
-    # A draft counts only if all drafts before it are right: the product is 1 up to the first wrong
-    # one, and 0 from there on.
-    return jnp.cumprod(right, axis=1).sum(axis=1, dtype=jnp.int32)
+    return leading(right)
 
 
 def draft_rule(entropies: Array, is_mask: Array, budget: Array | None) -> Array:

@@ -37,7 +37,9 @@ MODES = ("paper", "verified", "ar")
 @pytest.fixture(scope="module")
 def engine(tiny_model):
     params = [SamplingParams(mode=mode, temperature=0.7) for mode in MODES]
-    return small_engine(tiny_model, params, kv_cache_dtype="int8", deterministic=True)
+    return small_engine(
+        tiny_model, params, kv_cache_dtype="int8", backup_masks=3, deterministic=True
+    )
 
 
 def cases_in(mode):

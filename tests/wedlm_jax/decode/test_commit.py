@@ -1,12 +1,17 @@
-"""Texts that grow by what is committed, and windows that are given other widths."""
+"""Tokens that are committed, masks that are filled, and windows that get other widths."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples.windows import WINDOW, Decoding, options_of, state_of
+from tests.examples.windows import SLOTS, WINDOW, Decoding, options_of, state_of
 from wedlm_jax.decode.loop import append, with_windows
+from wedlm_jax.decode.paper import filled_by
 from wedlm_jax.params import SamplingParams
 
 narrow = jax.jit(with_windows)
@@ -73,3 +78,26 @@ def test_a_text_grows_to_its_first_stop_or_its_length(new, count, room):
     assert int(after.emitted.count[0]) == len(expected)
     assert bool(after.stopped[0]) == stopped
     assert bool(after.running[0]) == (not stopped and len(expected) < room)
+
+
+@pytest.mark.parametrize(
+    ("entropies", "slots", "threshold", "penalty", "filled"),
+    [
+        # Distances are 0, 1 and 5: only the last is lifted over the threshold.
+        ([0.35, 0.35, 0.35], [2, 3, 7], 0.4, 0.02, [2, 3]),
+        ([0.5, 0.25, 0.5], [0, 1, 2], 0.5, 0.0, [1]),
+        ([0.9, 0.7, 0.7], [0, 1, 2], 0.4, 0.0, [1]),
+    ],
+)
+def test_masks_with_equal_entropies_or_at_the_threshold(
+    entropies, slots, threshold, penalty, filled
+):
+    """The fill rule where rounding could decide; all slots but these are filled already."""
+    window = tuple(None if slot in slots else 3 for slot in range(slots[-1] + 1))
+    params = SamplingParams(entropy_threshold=threshold, position_penalty=penalty, mode="paper")
+    one = Decoding((5,), (), window, params)
+    of_slots = np.zeros((2, SLOTS), np.float32)
+    of_slots[0, slots] = entropies
+    options = dataclasses.replace(options_of([one]), bad_words=None)
+    found = filled_by(state_of([one]), options, jnp.zeros((2, SLOTS), jnp.int32), of_slots)
+    assert np.flatnonzero(found[0]).tolist() == filled

@@ -7,17 +7,12 @@ import pytest
 
 from tests.examples.windows import ALL_TRAITS, VOCAB
 from wedlm_jax.decode.options import (
-    LONGEST_BAD_WORD,
-    MOST_BAD_WORDS,
-    MOST_BIASES,
-    MOST_STOPS,
     HostOptions,
     Options,
     Traits,
     Vocabulary,
     abstract_options,
     check_options,
-    idle_options,
 )
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import OPTIONS, SamplingParams
@@ -54,6 +49,8 @@ def test_a_program_holds_what_it_was_made_for(changes):
     assert both.holds(other)
     assert not plain.holds(other)
     everything = Traits.everything(WINDOW, grammar=True)
+    assert everything.are_everything
+    assert not both.are_everything
     assert everything.holds(both.rounded)
     assert both.rounded.holds(both)
 
@@ -73,28 +70,12 @@ def test_traits_are_those_that_programs_differ_by():
     assert len({traits(0, mode=mode) for mode in ("paper", "verified", "ar")}) == 1
     assert traits(0).anchored
     assert not traits().anchored
+    assert Traits.everything(0, LOOKUP, grammar=True).verified
+    without_masks = Traits.everything(0, grammar=True)
+    assert not without_masks.paper | without_masks.verified
     arrays = abstract_options(3, traits(mode="ar"), VOCAB)
     there = {f.name for f in dataclasses.fields(arrays) if getattr(arrays, f.name) is not None}
     assert there == {"window", "stop_ids", "max_tokens"}
-
-
-def test_a_program_for_everything_has_every_trait():
-    everything = Traits.everything(WINDOW, LOOKUP, grammar=True)
-    assert everything.are_everything
-    assert Traits.everything(WINDOW, LOOKUP, grammar=False).are_everything
-    sizes = {"window": WINDOW, "lookup": LOOKUP}
-    for field in dataclasses.fields(Traits):
-        assert getattr(everything, field.name) == sizes.get(field.name, True)
-        if field.name not in ("window", "lookup", "grammar"):
-            less = dataclasses.replace(everything, **{field.name: False})
-            assert not less.are_everything
-    without_masks = Traits.everything(0, grammar=True)
-    assert without_masks.are_everything
-    assert not without_masks.paper | without_masks.verified
-    copying = Traits.everything(0, LOOKUP, grammar=True)
-    assert copying.are_everything
-    assert copying.verified
-    assert not copying.paper
 
 
 def test_every_number_of_the_parameters_has_its_array():
@@ -134,24 +115,6 @@ def filled(traits=TRAITS):
     return host
 
 
-def test_a_sequence_gets_what_it_asks_for():
-    options = filled().options()
-    for name, option in OPTIONS.items():
-        if option.array and name != "entropy_threshold":
-            assert getattr(options, name)[1] == getattr(RICH, name)
-    assert options.entropy_threshold[1] == -np.inf
-    assert options.stop_ids[1].tolist() == [1, 5] + [-1] * (MOST_STOPS - 2)
-    assert options.bias_ids[1].tolist() == [7, 3] + [-1] * (MOST_BIASES - 2)
-    assert options.bias[1].tolist() == [1.5, -2] + [0] * (MOST_BIASES - 2)
-    words = np.full((MOST_BAD_WORDS, LONGEST_BAD_WORD), -1)
-    words[0, :3], words[1, 0] = (3, 4, 5), 6
-    np.testing.assert_array_equal(options.bad_words[1], words)
-    assert options.window.tolist() == [0, WINDOW, 0]
-    assert options.lookup.tolist() == [0, LOOKUP, 0]
-    assert options.unpriced.tolist() == [False, True, False]
-    assert options.anchored.tolist() == [True, True, True]
-
-
 def assert_same(ours, theirs):
     for field in dataclasses.fields(Options):
         one, two = getattr(ours, field.name), getattr(theirs, field.name)
@@ -173,15 +136,6 @@ def test_a_place_is_given_on_without_a_trace():
     assert_same(host.options(), fresh.options())
     host.clear(1)
     assert_same(host.options(), HostOptions(3, TRAITS).options())
-    assert_same(host.options(), idle_options(3, TRAITS))
-
-
-def test_windows_change_but_for_those_that_have_none():
-    host = filled()
-    host.set(2, dataclasses.replace(PLAIN, mode="ar"), window=WINDOW, stops=())
-    host.set_windows(np.array([1, 2, 3]))
-    assert host.options().window.tolist() == [0, 2, 0]
-    assert_same(host.with_traits(TRAITS).options(), host.options())
 
 
 def test_other_traits_hold_the_same_sequences_or_leave_them_out():

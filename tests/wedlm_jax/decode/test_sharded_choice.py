@@ -9,22 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.examples.decode import TINY, Case, run, small_engine
-from tests.examples.windows import ROWS, VOCAB, forward_of, sequences, some_logits
+from tests.examples.decode import TINY
+from tests.examples.windows import VOCAB, forward_of, sequences, some_logits
 from tests.jaxpr_shapes import arrays_in
 from wedlm_jax.decode import sampling
 from wedlm_jax.decode.logits import adjusted_logits, token_use
 from wedlm_jax.decode.logprobs import token_logprobs
 from wedlm_jax.decode.options import Vocabulary
 from wedlm_jax.decode.sampling import entropy, largest
-from wedlm_jax.model import Transformer
-from wedlm_jax.params import SamplingParams
-from wedlm_jax.sharding import make_mesh, on_replicas
+from wedlm_jax.sharding import make_mesh
 
 SEEDS = st.integers(0, 2**16)
 
@@ -36,7 +33,6 @@ def choose(logits, state, options, rows):
 
 
 plain, parted = jax.jit(choose), jax.jit(choose)
-replicated = jax.jit(lambda *given: on_replicas(choose, whole=())(*given))
 
 
 def given_to(some, seed):
@@ -57,23 +53,6 @@ def test_a_vocabulary_in_parts_chooses_the_same(some, seed):
     with jax.set_mesh(mesh):
         logits = jax.device_put(given_here[0], over_vocabulary)
         assert_same(parted(logits, *given_here[1:]), expected)
-
-
-@pytest.mark.full
-@given(
-    one=st.lists(sequences(), min_size=3, max_size=3),
-    two=st.lists(sequences(), min_size=3, max_size=3),
-    seed=SEEDS,
-)
-def test_each_replica_chooses_for_its_own(one, two, seed):
-    shares = [given_to(one, seed), given_to(two, seed + 1)]
-    both = jax.tree.map(lambda *x: jnp.concatenate(x), *shares)
-    mesh = make_mesh({"data": 2, "tensor": 4})
-    with jax.set_mesh(mesh):
-        tokens, entropies = replicated(*both)
-    for i, share in enumerate(shares):
-        here = slice(i * ROWS, (i + 1) * ROWS)
-        assert_same((tokens[here], entropies[here]), plain(*share))
 
 
 def widths_in(compiled):
@@ -136,7 +115,6 @@ def test_what_is_made_of_a_vocabulary_in_parts_is_the_same(part, k):
 
 KNOWN = {1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 23}
 """The tokenizer knows the mask token too, which is not chosen for all that."""
-MODES = ("paper", "verified", "ar")
 
 
 def test_what_may_be_chosen():
@@ -157,57 +135,6 @@ def test_logits_equal_numpy(vocabulary):
     logits = np.random.default_rng(0).normal(size=(3, 24)).astype(np.float32)
     expected = np.where([token in vocabulary for token in range(24)], logits, -np.inf)
     np.testing.assert_array_equal(vocabulary.restricted(jnp.array(logits)), expected)
-
-
-@pytest.fixture(scope="module")
-def engines():
-    """A model that likes best what its tokenizer does not know; with the tokenizer and without."""
-    model = Transformer(TINY, rngs=nnx.Rngs(7))
-    unknown = np.array([token not in KNOWN for token in range(24)])
-    head = model.head_matrix()
-    model.lm_head[...] = head * np.where(unknown, 3.0, 1.0)[:, None]
-    expected = [SamplingParams(mode=mode, temperature=1.0, logprobs=3, top_k=3) for mode in MODES]
-    with_tokenizer = small_engine(model, expected, deterministic=True, known_tokens=KNOWN)
-    return with_tokenizer, small_engine(model, expected, deterministic=True)
-
-
-def cases():
-    return [
-        Case(
-            (3 + i, 20, 4),
-            SamplingParams(
-                mode=MODES[i % 3],
-                temperature=float(i % 2),
-                seed=i,
-                max_tokens=20,
-                ignore_eos=True,
-                logprobs=3,
-                entropy_threshold=1.6,
-                draft_budget=6.0,
-            ),
-            4,
-        )
-        for i in range(12)
-    ]
-
-
-def told(results):
-    """All tokens that were chosen, or told as alternatives."""
-    chosen = {token for one in results for token in one.token_ids}
-    beside = {t for one in results for token in one.logprobs or [] for t, _ in token.top}
-    return chosen | beside
-
-
-@pytest.mark.full
-def test_what_the_tokenizer_does_not_know_is_never_chosen(engines):
-    with_tokenizer, without = engines
-    assert told(run(without, cases())) - KNOWN, "there is something to keep out"
-    results = run(with_tokenizer, cases())
-    assert told(results) <= KNOWN - {23}
-    # Log-probabilities are of what may be chosen: the three likeliest of them are likely.
-    sums = [np.exp([p for _, p in one.top]).sum() for r in results for one in r.logprobs or []]
-    assert max(sums) <= 1 + 1e-5
-    assert np.mean(sums) > 0.3
 
 
 def test_without_a_tokenizer_nothing_is_compared():
