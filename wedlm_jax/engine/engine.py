@@ -117,8 +117,8 @@ class Engine:
           InputError: the prompt is empty, has ids outside the vocabulary or, with its
             ``max_tokens``, exceeds ``max_model_len``; or its options do not fit the model.
         """
-        if not len(prompt):
-            raise InputError("the prompt has no tokens; at least one is needed")
+        request = Request(-1, prompt, params)
+        self.scheduler.check(request)
         ids = np.asarray(prompt)
         if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
             raise InputError("prompt_token_ids: expected a flat list of integers")
@@ -127,7 +127,6 @@ class Engine:
             raise InputError(
                 f"prompt token id {worst} lies outside the vocabulary of {self.config.vocab_size}"
             )
-        self.scheduler.check(Request(-1, prompt, params))
         if params.mode == "paper" and self.config.has_drafter:
             raise InputError(
                 "mode: expected verified or ar, not paper: masks of a drafter only propose tokens, "
@@ -174,12 +173,7 @@ class Engine:
         Args:
           submitted: checked requests, in order of arrival.
           aborted: numbers of requests to abort; they cause no more events.
-          max_forwards: the most forwards of the burst, for callers that need an answer soon; the
-            burst then also ends once a quarter of each replica's sequences have finished. Chosen
-            by default. With 0, requests are admitted and nothing is run.
-          seconds: how long a request that arrives now should wait at most; limits the burst, too.
-          ahead: submit the burst and return the events of the one before, so that the device runs
-            while the caller deals with them.
+          max_forwards, seconds, ahead: see `Scheduler.step`.
           program: traits from `compiled_for`; by default the smallest program, compiled if needed.
 
         Returns:

@@ -274,18 +274,9 @@ def burst(
 ) -> BurstResult:
     """Runs a burst of forwards; see `wedlm_jax.decode.loop.run_burst`."""
 
-    def on_replica(
-        parameters: nnx.State,
-        state: DecodeState,
-        pages: Pages,
-        options: Options,
-        allowance: Allowance,
-        changed: Array,
-    ) -> BurstResult:
+    def on_replica(parameters: nnx.State, *arguments: Any) -> BurstResult:
         model = nnx.merge(graph, parameters)
-        after, pages, counters, last = run_burst(
-            model, state, pages, options, allowance, changed, program
-        )
+        after, pages, counters, last = run_burst(model, *arguments, program)
         counters = jax.tree.map(lambda x: x[None], counters)
         numbers, logprobs = pack_for_host(after), after.emitted.logprobs
         return BurstResult(after, pages, numbers, logprobs, counters, last)

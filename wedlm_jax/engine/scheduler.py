@@ -10,13 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.engine.admission import AdmissionRound, Admitter, ArrivalQueue
-from wedlm_jax.engine.burst_plan import (
-    PromptPace,
-    burst_length,
-    give_pages,
-    prefill_forwards,
-)
 from wedlm_jax.engine.interface import (
     Admission,
     Burst,
@@ -29,6 +22,15 @@ from wedlm_jax.engine.interface import (
     Request,
     TokenDelta,
     Traced,
+)
+from wedlm_jax.engine.plan import (
+    AdmissionRound,
+    Admitter,
+    ArrivalQueue,
+    PromptPace,
+    burst_length,
+    give_pages,
+    prefill_forwards,
 )
 from wedlm_jax.engine.replica import Replica
 from wedlm_jax.engine.sequence import Member, SequenceState, longest_room

@@ -3,7 +3,6 @@ is there, whatever forwards cost, and wherever drafts come from."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from tests.examples.decode import (
     assert_logprobs_near,
     cases_with_options,
     in_mode,
-    requests_of,
     run,
     say_the_same,
     small_engine,
@@ -105,20 +103,8 @@ def test_a_loop_takes_few_forwards_and_all_is_counted(engine):
     assert new == Drafts(lookup=45, lookup_accepted=45)
 
 
-@pytest.mark.parametrize(("budget", "masks"), [(0.0, False), (1000.0, True)])
-def test_copies_fill_windows_in_which_no_mask_drafts(engine, budget, masks):
-    sizes = engine.settings.program(engine.everything).sizes.tokens
-    engine.device.costs = CostTable(sizes, [1.0 for _ in sizes])
-    params = dataclasses.replace(LOOPING, draft="both", draft_budget=budget)
-    (result,) = run(engine, [Case((5, 5, 5, 5), params, 4)])
-    assert result.token_ids == [5] * 20
-    assert (result.drafts.masks > 0) == masks
-    if not masks:
-        assert result.drafts.lookup_accepted > 0
-
-
 def test_what_is_cut_off_is_not_counted(engine):
-    (whole,) = engine.decode(unwindowed([Case((5, 5, 5, 5), LOOPING, 0)]))
+    (whole,) = run(engine, [Case((5, 5, 5, 5), LOOPING, None)])
     for length in range(1, 21):
         part = whole.cut(length)
         checked = sum(part.drafts)
@@ -127,53 +113,12 @@ def test_what_is_cut_off_is_not_counted(engine):
     assert whole.cut(1).drafts == Drafts()
 
 
-def unwindowed(batch):
-    """Requests that name no window of their own."""
-    return [dataclasses.replace(one, window=None) for one in requests_of(batch)]
-
-
-# --- a model without masks ---------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def maskless(tiny_model):
-    params = SamplingParams(temperature=1.0)
-    engine = small_engine(tiny_model, [], window_size=0, lookup=LOOKUP)
-    engine.expect([params])
-    return engine
-
-
-def test_a_model_without_masks_copies_by_default(maskless):
-    """What pays is decided by costs, here of a single size: all drafts are free."""
-    rng = np.random.default_rng(0)
-    batch = [
-        Case(
-            tuple(rng.integers(2, 9, 12).tolist()),
-            SamplingParams(max_tokens=20, seed=seed, temperature=0.4 * (seed % 2)),
-            0,
+def test_masks_alone_draft_in_windows_of_a_fixed_width():
+    def copies(window=None, widest=4, **params):
+        return WindowChoice(widest, LOOKUP).lookup(
+            Request(0, [5], SamplingParams(**params), window)
         )
-        for seed in range(8)
-    ]
-    results = maskless.decode(unwindowed(batch))
-    # A window of 0 that a request asks for is AR.
-    expected = run(maskless, batch)
-    assert all(map(say_the_same, results, expected))
-    assert all(result.drafts == Drafts() for result in expected)
-    assert sum(result.drafts.lookup_accepted for result in results) > 10
-    for result, theirs in zip(results, expected, strict=True):
-        assert theirs.num_forwards == len(theirs.token_ids)
-        assert result.num_forwards <= theirs.num_forwards
-
-
-def test_masks_alone_draft_in_windows_of_a_fixed_width(tiny_model):
-    choice = WindowChoice(4, LOOKUP)
-
-    def copies(window=None, **params):
-        return choice.lookup(Request(0, [5], SamplingParams(**params), window))
 
     assert copies() == 0
-    assert copies(draft="lookup") == copies(draft="both") == LOOKUP
-    assert copies(0, draft="lookup") == 0
-    assert copies(mode="ar", draft="lookup") == copies(mode="paper", draft="lookup") == 0
-    choice = WindowChoice(0, LOOKUP)
-    assert [copies(draft=draft) for draft in ("auto", "none", "masks")] == [LOOKUP, 0, 0]
+    assert copies(draft="lookup") == copies(draft="both") == copies(widest=0) == LOOKUP
+    assert copies(0, draft="lookup") == copies(mode="ar", widest=0) == 0

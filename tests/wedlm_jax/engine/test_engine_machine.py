@@ -7,25 +7,28 @@ from flax import nnx
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.examples.decode import TINY, say_the_same, small_engine
-from wedlm_jax.engine import admission
+from tests.examples.decode import TINY, assert_logprobs_near, say_the_same, small_engine
+from wedlm_jax.engine import plan
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 MODES = ("paper", "verified", "ar")
 EXPECTED = [SamplingParams(mode=mode, temperature=1.0) for mode in MODES]
+EXPECTED.append(SamplingParams(draft="both"))
 STEMS = [[2 + (5 * stem + i * i) % 20 for i in range(20)] for stem in range(2)]
 
 
 @pytest.fixture(scope="module")
 def engines():
     """One with pages for hardly two sequences, three of which decode together; and one for a
-    sequence alone. Both at one size, so that their tokens are equal to the bit."""
+    sequence alone. Both at one size, so that their tokens are equal to the bit. Programs have
+    log-probabilities only while somebody asks for them."""
     model = Transformer(TINY, rngs=nnx.Rngs(7))
+    options = {"max_batch_size": 3, "lookup": 3, "deterministic": True}
     short = {"num_pages": 22, "max_model_len": 40, "backup_masks": 3}
-    small = small_engine(model, EXPECTED, max_batch_size=3, deterministic=True, **short)
-    return small, small_engine(model, EXPECTED, max_batch_size=3, deterministic=True)
+    small = small_engine(model, EXPECTED, **options, **short)
+    return small, small_engine(model, EXPECTED, **options)
 
 
 class Machine(RuleBasedStateMachine):
@@ -34,7 +37,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.engine = self.small
-        self.engine.scheduler = self.engine._new_scheduler()
+        self.engine.restart()
         self.live = {}
         self.tokens = {}
 
@@ -45,10 +48,12 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([1, 4, 20]),
         mode=st.sampled_from(MODES),
         hot=st.booleans(),
+        logprobs=st.sampled_from([None, None, 1, 9]),
+        draft=st.sampled_from(["auto", "lookup", "both"]),
         copies=st.integers(1, 3),
         ahead=st.booleans(),
     )
-    def submit(self, stem, shared, tail, max_tokens, mode, hot, copies, ahead):
+    def submit(self, stem, shared, tail, max_tokens, mode, hot, logprobs, draft, copies, ahead):
         made = []
         for seed in range(copies):
             params = SamplingParams(
@@ -57,6 +62,8 @@ class Machine(RuleBasedStateMachine):
                 seed=seed,
                 max_tokens=max_tokens,
                 entropy_threshold=1.6,
+                logprobs=logprobs,
+                draft=draft,
                 draft_budget=4.0,
             )
             made.append(Request(len(self.tokens), (*STEMS[stem][:shared], *tail), params))
@@ -93,8 +100,10 @@ class Machine(RuleBasedStateMachine):
                 (self.known[key],) = self.alone.decode([request])
             expected = self.known[key]
             assert say_the_same(result, expected)
+            assert_logprobs_near(result, expected)
             if request.params.mode != "verified":  # whose drafts are lost when it is put back
                 assert result.forwards_at == expected.forwards_at
+                assert result.instances_at == expected.instances_at
 
     @invariant()
     def nothing_is_lost(self):
@@ -110,7 +119,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_requests_that_come_and_go(engines, monkeypatch):
-    monkeypatch.setattr(admission, "SHORTEST_REUSE", 4)
+    monkeypatch.setattr(plan, "SHORTEST_REUSE", 4)
     Machine.small, Machine.alone = engines
     Machine.known = {}
     run_state_machine_as_test(

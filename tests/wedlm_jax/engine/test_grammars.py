@@ -155,21 +155,6 @@ def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine):
     assert not engine.has_work
 
 
-def test_a_stop_token_ends_a_completion_wherever_the_grammar_allows_it(engine):
-    params = SamplingParams(mode="verified", max_tokens=12, regex="7")
-    case = Case((3, 9), params, 4)
-    (whole,) = run(engine, [case])
-    walk = automaton_of(params).walk
-    at = next(i for i in range(1, 12) if walk(whole.token_ids[:i]) != STATES - 1)
-    token = whole.token_ids[at]
-    assert token != END
-    cut = dataclasses.replace(case, params=dataclasses.replace(params, stop_token_ids=(token,)))
-    (result,) = run(engine, [cut])
-    first = whole.token_ids.index(token)
-    assert result.finish_reason == "stop"
-    assert result.token_ids == whole.token_ids[: first + 1]
-
-
 def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
     engine, autoregressive_engine
 ):

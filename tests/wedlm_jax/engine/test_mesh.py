@@ -72,12 +72,19 @@ def engine_of(model, mesh=None, **options):
     return small_engine(model, PARAMS, mesh=mesh, **{**usual, **options})
 
 
-@pytest.fixture(scope="module")
-def on_eight():
-    mesh = mesh_of({"data": 2, "tensor": 4})
-    engine = engine_of(on_mesh(MODEL, mesh), mesh, lookup=3, backup_masks=2)
+DRAFTS = {"lookup": 3, "backup_masks": 2}
+
+
+def drafting_engine(mesh=None):
+    model = MODEL if mesh is None else on_mesh(MODEL, mesh)
+    engine = engine_of(model, mesh, **DRAFTS)
     engine.expect([dataclasses.replace(PARAMS[1], draft="lookup")])
     return engine
+
+
+@pytest.fixture(scope="module")
+def on_eight():
+    return drafting_engine(mesh_of({"data": 2, "tensor": 4}))
 
 
 def without_logprobs(results):
@@ -86,15 +93,14 @@ def without_logprobs(results):
 
 @pytest.fixture(scope="module")
 def expected():
-    return run(engine_of(MODEL), CASES)
+    return run(drafting_engine(), CASES)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_tokens_and_counts_equal_those_of_one_device(sizes, expected):
+def test_tokens_and_counts_equal_those_of_one_device(sizes, expected, on_eight):
     """Each replica takes over what its own sequences hold."""
-    mesh = mesh_of(sizes)
-    # A fresh engine: what is cached is counted. Of one mesh, all share what is compiled.
-    engine = engine_of(on_mesh(MODEL, mesh), mesh)
+    engine = on_eight if sizes == MESHES[0] else drafting_engine(mesh_of(sizes))
+    engine.scheduler = engine._new_scheduler()  # what is cached is counted
     assert engine.settings.replicas == sizes.get("data", 1)
     results = run(engine, CASES)
     assert without_logprobs(results) == without_logprobs(expected)

@@ -18,7 +18,6 @@ from tests.wedlm_jax.engine.fake_device import (
 )
 from wedlm_jax.engine.interface import Failed, NewTokens, TokenDelta, WindowForward
 from wedlm_jax.engine.scheduler import Scheduler
-from wedlm_jax.engine.sequence import SequenceState, widest_span
 from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.errors import InputError
 
@@ -178,41 +177,31 @@ def test_a_caller_may_ask_for_fewer_forwards_or_none():
     assert not scheduler.sequences
 
 
-def test_windows_learn_from_bursts():
+@pytest.mark.parametrize("traced", [False, True])
+def test_windows_learn_from_bursts(traced):
+    """A program that records forwards takes time that the others do not, so it teaches no costs."""
     seen = []
 
     class Watching(WindowChoice):
         def observe(self, running, burst, report, seconds):
             seen.append(([one.num_output for one in running], burst, report, seconds))
 
+    class Recording(FakeDevice):
+        def collect(self, ticket):
+            forward = WindowForward(0, [], [], [], [], 0.1, 0.1)
+            return dataclasses.replace(
+                super().collect(ticket), traced={0: forward} if traced else {}
+            )
+
     sizes = small_sizes()
-    device = FakeDevice(sizes)
+    device = Recording(sizes)
     scheduler = Scheduler(device, sizes, Watching(WINDOW))
-    scheduler.step([request(1, [1])])
+    scheduler.step([dataclasses.replace(request(1, [1]), traced=traced)])
     ((before, burst, report, seconds),) = seen
     assert before == [0], "before they take it in"
     assert burst is device.bursts[0]
     assert report.num_output[0] > 0
-    assert seconds is not None
-
-
-def test_a_traced_burst_teaches_no_costs():
-    """Its program records forwards, which takes time that the others do not."""
-    seen = []
-
-    class Watching(WindowChoice):
-        def observe(self, running, burst, report, seconds):
-            seen.append((bool(report.traced), seconds))
-
-    class Recording(FakeDevice):
-        def collect(self, ticket):
-            forward = WindowForward(0, [], [], [], [], 0.1, 0.1)
-            return dataclasses.replace(super().collect(ticket), traced={0: forward})
-
-    sizes = small_sizes()
-    scheduler = Scheduler(Recording(sizes), sizes, Watching(WINDOW))
-    scheduler.step([dataclasses.replace(request(1, [1]), traced=True)])
-    assert seen == [(True, None)]
+    assert (seconds is None) == traced
 
 
 # --- prefixes -----------------------------------------------------------------------------
@@ -229,21 +218,6 @@ def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone():
     assert device.bursts[-1].page_table.shape[1] >= 9
     assert scheduler.counters.prefix_tokens == 36
     assert scheduler.counters.prompt_tokens == 21 + 41 - 36
-
-
-def test_samples_share_the_pages_of_their_prompt():
-    scheduler, device = new(longest_burst=1, chunk_tokens=64)
-    samples = [request(i, range(42), seed=i, temperature=1.0) for i in range(4)]
-    scheduler.step(samples)
-    assert len(device.sequences) == 1
-    scheduler.step()
-    tables = device.bursts[-1].page_table[:, :10]
-    assert (tables == tables[0]).all()
-    assert tables.all()
-    # One prompt, and for each sample the rest of it and its own tokens.
-    assert scheduler.counters.pages_used <= 10 + 4 * 2
-    ended = results(drain(scheduler))
-    assert [ended[i].num_cached_tokens for i in range(4)] == [0, 40, 40, 40]
 
 
 # --- pages that run out -------------------------------------------------------------------
@@ -320,20 +294,6 @@ def test_while_somebody_waits_for_pages_they_hold_tokens():
     assert len(shares) > 20
     assert np.mean(shares) >= 0.9
     drain(scheduler)
-
-
-def test_pages_last_for_a_forward_after_the_burst_in_flight_wherever_it_ends():
-    """A burst may commit far more than sequences have committed on average, up to its pages."""
-    one = SequenceState(request(1, [5] * 10, max_tokens=90, mode="verified"), arrival=0)
-    one.window, one.num_computed = WINDOW, 9
-    span = widest_span(WINDOW, 0)
-    assert one.room_needed == 9 + span
-    one.forwards_in_flight, one.capacity_in_flight = 8, 40
-    assert one.room_needed == 40 + span
-    one.forwards_in_flight = 2  # cannot come that far
-    assert one.room_needed == 9 + 3 * span
-    one.forwards_in_flight, one.capacity_in_flight = 64, 200
-    assert one.room_needed == one.longest_room
 
 
 def test_pages_that_are_short_for_a_burst_after_the_last_are_not_missed():
