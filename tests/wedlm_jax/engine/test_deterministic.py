@@ -34,11 +34,9 @@ def in_bfloat16(model):
     return nnx.merge(graph, narrow)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(4, marks=pytest.mark.full), 16])
-def engine(request, tiny_model):
-    return small_engine(
-        in_bfloat16(tiny_model), PARAMS, window_size=request.param, deterministic=True
-    )
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    return small_engine(in_bfloat16(tiny_model), PARAMS, window_size=16, deterministic=True)
 
 
 def some_cases(window, seed):

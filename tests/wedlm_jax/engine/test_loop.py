@@ -201,7 +201,9 @@ def test_tokens_are_held_for_a_patient_caller_and_a_last_event_is_not():
     assert caller.released(9.0) == []
 
 
-@pytest.mark.parametrize("last", ["sys.exit(3)", "raise KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "last", [pytest.param("sys.exit(3)", marks=pytest.mark.full), "raise KeyboardInterrupt"]
+)
 def test_the_interpreter_ends_while_a_stream_is_under_way(tmp_path, last):
     folder = write_tiny_checkpoint(tmp_path / "tiny")
     script = f"""

@@ -119,6 +119,7 @@ def _following(forward, run, window, front=None):
     return forward.start + run, (slots + [None] * length)[:length]
 
 
+@pytest.mark.full
 def test_a_preempted_or_aborted_sequence_leaves_no_trace_to_the_next(one_size_engine):
     params = SamplingParams(mode="verified", max_tokens=16, seed=1, ignore_eos=True)
     one_size_engine.step([Request(0, [3, 4, 5], params, traced=True)])

@@ -183,27 +183,20 @@ def test_a_single_program_has_the_costs_of_both_and_noise_gives_no_negative_ones
 
 
 def test_a_larger_forward_is_timed_with_a_prompt(tiny_model):
-    """One sequence decodes few tokens; its prompt runs in a larger forward, of either program."""
+    """One sequence decodes few tokens; its prompt runs in a larger forward, of either program. A
+    burst for which the state was resized does not tell what forwards take."""
     engine = Engine(tiny_model, EngineConfig(max_batch_size=1, window_size="auto"))
     engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
-    for windowless in (False, True):
+    for windowless, resized in [(True, True), (True, False), (False, True), (False, False)]:
         ((forwards, _, report),) = _timed_prompt(engine.device, 40, windowless)
         assert (forwards, report.num_run, report.windowless) == (1, 1, windowless)
+        assert report.timed == (not resized)
         # Beside the prompt: a window and the token before it, or that token alone.
         assert report.num_computed[0] >= 15
         assert report.num_token_instances[0] == (1 if windowless else 17)
 
 
-def test_a_burst_for_which_the_state_was_resized_does_not_tell_what_forwards_take(tiny_model):
-    engine = Engine(tiny_model, EngineConfig(max_batch_size=1, window_size="auto"))
-    engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
-    bursts = [(True, False), (True, True), (False, False), (False, True)]
-    for windowless, timed in bursts:
-        ((_, _, report),) = _timed_prompt(engine.device, 8, windowless)
-        assert report.windowless == windowless
-        assert report.timed == timed
-
-
+@pytest.mark.full
 def test_prompts_are_timed_with_both_programs(monkeypatch):
     """Where a prompt runs in a larger forward than any window does."""
     timed = []
