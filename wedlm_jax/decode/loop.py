@@ -64,12 +64,12 @@ Carry = tuple[DecodeState, Pages, Array, TokenUse | None, BurstCounters, LastFor
 
 def run_burst(
     model: Transformer,
+    program: Program,
     state: DecodeState,
     pages: Pages,
     options: Options,
     allowance: Allowance,
     changed: Array,
-    program: Program,
 ) -> tuple[DecodeState, Pages, BurstCounters, LastForward | None]:
     """Runs forwards until the allowance is used up.
 

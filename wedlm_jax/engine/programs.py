@@ -276,7 +276,7 @@ def burst(
 
     def on_replica(parameters: nnx.State, *arguments: Any) -> BurstResult:
         model = nnx.merge(graph, parameters)
-        after, pages, counters, last = run_burst(model, *arguments, program)
+        after, pages, counters, last = run_burst(model, program, *arguments)
         counters = jax.tree.map(lambda x: x[None], counters)
         numbers, logprobs = pack_for_host(after), after.emitted.logprobs
         return BurstResult(after, pages, numbers, logprobs, counters, last)

@@ -1,5 +1,5 @@
-"""What an engine refuses, and what just fits: its own options, windows, prompts, and options of
-requests."""
+"""What an engine refuses, and what just fits: options, windows, prompts; and how many pages are
+planned for a machine's memory."""
 
 import dataclasses
 
@@ -10,6 +10,7 @@ from tests.examples.decode import TINY, Case, run, small_engine
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Request
+from wedlm_jax.engine.settings import CPU_TOKENS, SPARE, bytes_per_page, plan_pages
 from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -35,22 +36,6 @@ def test_a_window_wider_than_the_engine_s_is_refused(streaming_engine):
             streaming_engine.check_window(window)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "sentence"),
-    [
-        ([], 4, "the prompt has no tokens"),
-        ([3, 24], 4, "prompt token id 24 lies outside the vocabulary of 24"),
-        ([-1, 3], 4, "prompt token id -1 lies outside the vocabulary of 24"),
-        ([0.5], 4, "expected a flat list of integers"),
-        ([[3, 4]], 4, "expected a flat list of integers"),
-        ([3] * 40, 9, "a prompt of 40 tokens and max_tokens 9 exceed max_model_len 48"),
-    ],
-)
-def test_a_prompt_that_cannot_be_decoded_is_refused(streaming_engine, prompt, max_tokens, sentence):
-    with pytest.raises(InputError, match=sentence):
-        streaming_engine.check(prompt, SamplingParams(max_tokens=max_tokens))
-
-
 def test_a_prompt_that_just_fits_is_not_refused(streaming_engine):
     streaming_engine.check([23, 0] * 20, SamplingParams(max_tokens=8))
     with pytest.raises(InputError, match="exceed max_model_len"):
@@ -61,19 +46,11 @@ def test_a_prompt_that_just_fits_is_not_refused(streaming_engine):
     ("options", "sentence"),
     [
         ({"window_size": -1}, "window_size: expected an integer of at least 0 or 'auto', not -1"),
-        ({"window_size": True}, "window_size: expected an integer"),
-        ({"window_size": 2.0}, "window_size: expected an integer"),
         ({"window_size": 49}, "window_size: expected at most 48, the longest text"),
         ({"lookup": 16}, "lookup: expected an integer from 0 to 15, not 16"),
-        ({"refill": "both"}, "refill: expected one of streaming, blockwise, not 'both'"),
-        ({"max_model_len": 0}, "max_model_len: expected an integer of at least 1, not 0"),
-        ({"max_model_len": 49}, "max_model_len: expected 1 to 48"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of int8, None, not 'fp8'"),
-        ({"attention": "flash"}, "attention: expected one of xla, gather, rpa, None, not 'flash'"),
         ({"attention": "rpa"}, "attention 'rpa' is for TPUs, not for 'cpu'"),
         ({"num_pages": 1}, "num_pages: expected"),
         ({"page_size": 0}, "page_size: expected"),
-        ({"chunk_tokens": 0}, "chunk_tokens: expected"),
     ],
 )
 def test_an_engine_that_cannot_run_is_refused(tiny_model, options, sentence):
@@ -90,3 +67,44 @@ def test_without_a_mask_token_only_a_window_of_0_runs():
     engine = small_engine(model, [], window_size=0, deterministic=True)
     result = run(engine, [Case((3,), SamplingParams(max_tokens=3), 0)])[0]
     assert 1 <= len(result.token_ids) <= 3
+
+
+# --- memory -------------------------------------------------------------------------------
+
+PAGE = 16
+EACH = bytes_per_page(TINY, PAGE, "float32")
+
+
+def planned(platform, *, tokens, limit):
+    """The plan for 4 sequences of so many tokens on a device of ``limit`` pages."""
+    return plan_pages(
+        TINY,
+        weights=0,
+        working=0,
+        page_size=PAGE,
+        pages_per_sequence=tokens // PAGE,
+        sequences=4,
+        dtype="float32",
+        platform=platform,
+        limit=limit * EACH,
+    )
+
+
+def test_a_cpu_holds_all_sequences_of_a_short_context():
+    assert planned("cpu", tokens=512, limit=10**6).cached_tokens == SPARE * 4 * 512
+
+
+def test_a_long_context_takes_a_cpu_no_more_memory_than_a_usual_one():
+    usual = SPARE * 4 * CPU_TOKENS
+    assert planned("cpu", tokens=4096, limit=10**6).cached_tokens == usual
+    # One sequence may be as long as the context.
+    assert planned("cpu", tokens=32768, limit=10**6).cached_tokens == 32768
+
+
+def test_an_accelerator_gives_pages_what_is_left():
+    assert planned("tpu", tokens=32768, limit=10_000).num_pages == 9500
+
+
+def test_a_context_that_does_not_fit_is_refused():
+    with pytest.raises(InputError, match="lower max_model_len"):
+        planned("tpu", tokens=32768, limit=1000)
