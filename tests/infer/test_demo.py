@@ -89,7 +89,7 @@ def codec(tmp_path_factory):
 def window(codec, slots):
     """A window with "_" for a mask."""
     tokens = [None if slot == "_" else codec.encode(slot)[0] for slot in slots]
-    return WindowView(0, tokens, list(range(len(tokens))))
+    return WindowView(0, tokens)
 
 
 def cells(codec, committed, view):
@@ -123,7 +123,7 @@ def test_plain_is_one_line(codec):
 def test_every_filled_slot_shows_something(codec):
     """A special token has no text, and a byte alone is no character."""
     end, mask, euro = codec.encode("<|im_end|><|mask|>€")[:3]
-    view = WindowView(5, [end, mask, euro, None], [0, 1, 2, 3])
+    view = WindowView(5, [end, mask, euro, None])
     assert plain(codec, [], view) == "|[·][·][�]_"
     assert [piece for piece, _ in cells(codec, "", view)] == ["", "·", "·", "�", MASK]
 

@@ -278,18 +278,10 @@ class Device:
         """Returns the window of a sequence as its next forward will see it."""
         state = self._state
         assert state is not None
-        start, active, tokens, filled = jax.device_get(
-            (
-                state.window_start[index],
-                state.active[index],
-                state.tokens[index],
-                state.filled[index],
-            )
-        )
+        row = state.window_start, state.active, state.tokens, state.filled
+        start, active, tokens, filled = jax.device_get([array[index] for array in row])
         slots = range(int(active))
-        held = [int(tokens[slot]) if filled[slot] else None for slot in slots]
-        order = sorted(slots, key=lambda slot: (held[slot] is None, slot))
-        return WindowView(int(start), held, order)
+        return WindowView(int(start), [int(tokens[s]) if filled[s] else None for s in slots])
 
     # --- parts of a burst ---------------------------------------------------------------
 

@@ -319,12 +319,10 @@ class WindowView:
     Attributes:
       start: logical position of the first slot.
       tokens: the token of each active slot, None where it is masked.
-      order: the slots in physical order.
     """
 
     start: int
     tokens: list[int | None]
-    order: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
