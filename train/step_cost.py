@@ -14,7 +14,7 @@ import numpy as np
 from train.recipe.config import TrainConfig
 from train.step import TrainState
 from wedlm_jax.aot.topology import CHIPS, local_bytes
-from wedlm_jax.attention.blockwise import DEFAULT_TILE
+from wedlm_jax.attention.dispatch import DEFAULT_TILE
 from wedlm_jax.attention.tiles import TileGrid, padded, tile_side
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.model.layers import KEPT

@@ -14,7 +14,7 @@ from tests.reference.masks import dual_stream_matrix
 from wedlm_jax.aot.topology import CHIPS
 from wedlm_jax.attention import IMPLEMENTATIONS, check_runs_on, dispatch, splash
 from wedlm_jax.attention import attend as attend_eagerly
-from wedlm_jax.attention.blockwise import attend_blockwise
+from wedlm_jax.attention.dispatch import attend_blockwise
 from wedlm_jax.attention.tiles import TILES, UNKNOWN, TileGrid, tile_side, tiles_that_meet
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask, DualStreamMask

@@ -1,4 +1,4 @@
-"""Attention under a mask: the single dispatch to its backends, and those in dense products.
+"""Attention under a mask: the single dispatch to its backends, and those in plain XLA.
 
 All backends compute scores, softmax and sums in float32, and return zeros for a row that sees
 nothing (padding). No backend silently falls back to another.
@@ -6,15 +6,18 @@ nothing (padding). No backend silently falls back to another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from wedlm_jax.attention.blockwise import attend_blockwise
-from wedlm_jax.attention.tiles import ATTENDED
+from wedlm_jax.attention.tiles import ATTENDED, TileGrid, in_tiles, tiles_that_meet
 from wedlm_jax.errors import InputError
-from wedlm_jax.masks import CausalMask, DualStreamMask, Mask
+from wedlm_jax.masks import PAD_SEGMENT, CausalMask, DualStreamMask, Mask
 
 IMPLEMENTATIONS = {
     "dense": "the whole mask and all scores in memory: the reference",
@@ -159,3 +162,184 @@ def _unfold_blocks(x: Array, batch: int) -> Array:
     rows, *middle, size, last = x.shape
     x = jnp.moveaxis(x.reshape(batch, rows // batch, *middle, size, last), 1, -3)
     return x.reshape(batch, *middle, -1, last)
+
+
+# --- Visible tiles only ----------------------------------------------------------------------
+#
+# No [T, T] array exists. The tiles that any query may see are listed when the program is traced or,
+# if blocks are left out of the prediction stream, on the device. A loop goes through the list with
+# an online softmax (Milakov & Gimelshein, 2018; Dao et al., 2022, algorithm 1); the backward pass
+# goes through it again and recomputes the scores. So time grows with the visible area, memory with
+# T, and the program with neither.
+
+DEFAULT_TILE = 256
+
+Carry = tuple[Array, Array, Array]
+
+
+def attend_blockwise(
+    q: Array, k: Array, v: Array, mask: CausalMask | DualStreamMask, *, tile: int = DEFAULT_TILE
+) -> Array:
+    """Computes softmax attention of ``q [B, K, G, T, head_dim]``, grouped by KV head, over ``k, v
+    [B, K, T, head_dim]``; zeros for a row that sees nothing.
+
+    Args:
+      tile: side of a tile; capped at L and rounded up to a multiple of the block size.
+    """
+
+    def side(length: int, block_size: int) -> int:
+        return -(-min(tile, length) // block_size) * block_size
+
+    tiled = in_tiles(mask, (q.shape[0], q.shape[3]), side)
+    out = _tiled(tiled.grid, *map(tiled.pad, (q, k, v)), tiled.segments, tiled.limits)
+    return tiled.trim(out)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled(
+    grid: TileGrid, q: Array, k: Array, v: Array, segments: Array, limits: Array | None
+) -> Array:
+    return _forward(grid, q, k, v, segments, limits)[0]
+
+
+def _forward(
+    grid: TileGrid, q: Array, k: Array, v: Array, segments: Array, limits: Array | None
+) -> tuple[Array, tuple[Any, ...]]:
+    """Returns the output, and what the backward pass needs: the inputs, the output, and the log of
+    each row's sum of exponentials, ``[B, K, G, T]``."""
+    rows = q.shape[:-1]
+
+    def body(carry: Carry, pair: Array) -> Carry:
+        top, total, out = carry
+        i, j = pair
+        scores = _tile_scores(grid, q, k, segments, limits, i, j)
+        old_top, old_total, old_out = (_take(x, i, grid.tile, 3) for x in carry)
+        new_top = jnp.maximum(old_top, scores.max(-1))
+        # Before a row has seen anything its top is −inf, and −inf − (−inf) would be NaN.
+        shift = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
+        weights = jnp.exp(scores - shift[..., None])
+        decay = jnp.exp(old_top - shift)
+        mixed = _matmul(weights.astype(v.dtype), _take(v, j, grid.tile, 2))
+        top = _put(top, new_top, i, grid.tile)
+        total = _put(total, old_total * decay + weights.sum(-1), i, grid.tile)
+        out = _put(out, old_out * decay[..., None] + mixed, i, grid.tile)
+        return top, total, out
+
+    start = (
+        jnp.full(rows, -jnp.inf, jnp.float32),
+        jnp.zeros(rows, jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    top, total, out = _over_tiles(grid, segments, limits, body, start)
+    seen = total > 0
+    out = (out / jnp.where(seen, total, 1.0)[..., None]).astype(q.dtype)
+    log_total = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), 0.0)
+    out, log_total = (checkpoint_name(x, ATTENDED) for x in (out, log_total))
+    return out, (q, k, v, segments, limits, out, log_total)
+
+
+def _backward(grid: TileGrid, saved: tuple[Any, ...], d_out: Array) -> tuple[Array | None, ...]:
+    q, k, v, segments, limits, out, log_total = saved
+    scale = q.shape[-1] ** -0.5
+    d_out32 = d_out.astype(jnp.float32)
+    # The gradient of softmax in row i is p_ij (dp_ij − Σ_j p_ij dp_ij). The sum equals
+    # dout_i · out_i, which needs no scores.
+    mean = (d_out32 * out.astype(jnp.float32)).sum(-1)
+
+    def body(carry: Carry, pair: Array) -> Carry:
+        dq, dk, dv = carry
+        i, j = pair
+        tile = grid.tile
+        scores = _tile_scores(grid, q, k, segments, limits, i, j)
+        weights = jnp.exp(scores - _take(log_total, i, tile, 3)[..., None])
+        d_tile = _take(d_out, i, tile, 3)
+        d_weights = _matmul_t(d_tile, _take(v, j, tile, 2))
+        d_scores = weights * (d_weights - _take(mean, i, tile, 3)[..., None]) * scale
+        d_scores = d_scores.astype(q.dtype)
+        dq_tile = _matmul(d_scores, _take(k, j, tile, 2))
+        dk_tile = _outer(d_scores, _take(q, i, tile, 3))
+        dv_tile = _outer(weights.astype(v.dtype), d_tile)
+        dq = _put(dq, _take(dq, i, tile, 3) + dq_tile, i, tile)
+        dk = _put(dk, _take(dk, j, tile, 2) + dk_tile, j, tile, axis=2)
+        dv = _put(dv, _take(dv, j, tile, 2) + dv_tile, j, tile, axis=2)
+        return dq, dk, dv
+
+    zeros = [jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)]
+    start = (zeros[0], zeros[1], zeros[2])
+    dq, dk, dv = _over_tiles(grid, segments, limits, body, start)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_tiled.defvjp(_forward, _backward)
+
+
+def _over_tiles(
+    grid: TileGrid,
+    segments: Array,
+    limits: Array | None,
+    body: Callable[[Carry, Array], Carry],
+    carry: Carry,
+) -> Carry:
+    """Runs ``body`` over the visible tiles, each a pair of query tile and key tile."""
+    tiles = jnp.asarray(grid.visible())
+    if limits is None:
+        return jax.lax.scan(lambda carry, pair: (body(carry, pair), None), carry, tiles)[0]
+    # Tiles that no row of the batch sees go to the end of the list, which the loop does not reach.
+    seen = tiles_that_meet(grid, segments, limits).any(0)[tiles[:, 0], tiles[:, 1]]
+    tiles = tiles[jnp.argsort(~seen, stable=True)]
+    return jax.lax.fori_loop(0, seen.sum(), lambda n, carry: body(carry, tiles[n]), carry)
+
+
+def _tile_scores(
+    grid: TileGrid,
+    q: Array,
+    k: Array,
+    segments: Array,
+    limits: Array | None,
+    i: Array,
+    j: Array,
+) -> Array:
+    """Returns the float32 scores of a tile, ``[B, K, G, tile, tile]``, −inf where not visible."""
+    tile = grid.tile
+    scores = _matmul_t(_take(q, i, tile, 3), _take(k, j, tile, 2)) * q.shape[-1] ** -0.5
+    query, key = _take(segments, i, tile, 1), _take(segments, j, tile, 1)
+    same = (query[:, :, None] == key[:, None, :]) & (query != PAD_SEGMENT)[:, :, None]
+    if limits is None:
+        seen = same & grid.seen(i, j)
+    else:
+        # The limits taken for a query tile of the memory are not used.
+        seen = same & grid.seen(i, j, _take(limits, i - grid.memory // tile, tile, 1))
+    return jnp.where(seen[:, None, None], scores, -jnp.inf)
+
+
+def _take(x: Array, index: Array, tile: int, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, index * tile, tile, axis)
+
+
+def _put(x: Array, update: Array, index: Array, tile: int, *, axis: int = 3) -> Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, update.astype(x.dtype), index * tile, axis)
+
+
+# The query heads of one KV head are rows of one product: [B, K, G * tile, ·].
+
+
+def _matmul(x: Array, y: Array) -> Array:
+    """Returns float32 ``x @ y``: ``[B, K, G, m, n]`` by ``[B, K, n, d]``."""
+    flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    out = jnp.einsum("bkmn,bknd->bkmd", flat, y, preferred_element_type=jnp.float32)
+    return out.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _matmul_t(x: Array, y: Array) -> Array:
+    """Returns float32 ``x @ yᵀ``: ``[B, K, G, m, d]`` by ``[B, K, n, d]``."""
+    flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    out = jnp.einsum("bkmd,bknd->bkmn", flat, y, preferred_element_type=jnp.float32)
+    return out.reshape(*x.shape[:-1], y.shape[2])
+
+
+def _outer(x: Array, y: Array) -> Array:
+    """Returns float32 ``xᵀ @ y`` summed over the group: ``[B, K, G, m, n]``, ``[B, K, G, m,
+    d]``."""
+    flat_x = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    flat_y = y.reshape(*y.shape[:2], -1, y.shape[-1])
+    return jnp.einsum("bkmn,bkmd->bknd", flat_x, flat_y, preferred_element_type=jnp.float32)

@@ -279,15 +279,14 @@ def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | 
 
     if tiles.place.shape[0] == 1 and tile == size:
         return of_group(0)[0]
-    if tiles.together:
-        mixed, token = of_group(0)
-        return (jnp.zeros_like(queries) if out is None else out).at[token].set(mixed, mode="drop")
 
     def add(number: Array | int, out: Array) -> Array:
         mixed, token = of_group(number)
-        return out.at[token].set(mixed, mode="drop", unique_indices=False)
+        return out.at[token].set(mixed, mode="drop")
 
     start = jnp.zeros_like(queries) if out is None else out
+    if tiles.together:
+        return add(0, start)
     return jax.lax.fori_loop(0, tiles.groups, add, start)  # type: ignore[no-any-return]
 
 
