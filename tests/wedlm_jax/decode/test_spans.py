@@ -10,16 +10,19 @@ from hypothesis import strategies as st
 
 from tests.examples.windows import WINDOW, Decoding
 from tests.examples.windows import state_of as decoding_state
+from wedlm_jax.decode.backup import page_copies
 from wedlm_jax.decode.spans import (
     Allowance,
     ForwardSizes,
+    attention_spans,
+    flat_tokens,
     has_room,
     plan_spans,
 )
 from wedlm_jax.decode.state import Backup, num_slots
 from wedlm_jax.params import SamplingParams
 
-COUNT = 4
+COUNT, MASK = 4, 99
 PLENTY, PAGE = 100, 4
 
 
@@ -109,6 +112,9 @@ def runs(one):
 
 
 plan_compiled = jax.jit(plan_spans, static_argnames=("sizes", "page_size"))
+flat_compiled = jax.jit(flat_tokens, static_argnums=(3, 4))
+attention_compiled = jax.jit(attention_spans, static_argnums=(4, 5))
+copies_compiled = jax.jit(page_copies, static_argnums=2)
 
 
 @given(some=some_sequences(), chunk_tokens=st.integers(0, LONGEST_CHUNK))
@@ -144,6 +150,73 @@ def test_windows_first_then_prompts_in_order_of_arrival(some, chunk_tokens):
     lengths = np.where(plan.window, [one.slots for one in some], 0) + plan.chunk
     assert plan.starts.tolist() == [0, *np.cumsum(lengths).tolist()]
     assert plan.num_tokens <= TOTAL
+
+
+def span_of(one, chunk, window):
+    """Tokens and logical positions, in physical order."""
+    places = range(one.computed, one.computed + chunk)
+    span = [(one.text[place], place) for place in places]
+    if window:
+        filled = [slot for slot, token in enumerate(one.window) if token is not None]
+        masks = [slot for slot, token in enumerate(one.window) if token is None]
+        start = one.computed + chunk
+        for slot in filled + masks:
+            token = one.window[slot]
+            span.append((MASK if token is None else token, start + slot))
+        span += [(MASK, start + one.backup[0] + i) for i in range(one.backup[1])]
+    return span
+
+
+@given(
+    some=some_sequences(),
+    chunk_tokens=st.integers(1, LONGEST_CHUNK),
+    size=st.sampled_from([8, 128]),
+)
+def test_backup_masks_see_the_text_and_the_slots_before_them(some, chunk_tokens, size):
+    """Follows every flat token into the pages, and each span's pages back to what they hold."""
+    state, allowance = state_of(some), allowance_of(some, chunk_tokens)
+    plan = plan_compiled(state, allowance, sizes=SIZES, page_size=PAGE)
+    copies = copies_compiled(state, allowance.page_table, PAGE, plan.window)
+    spans = [span_of(one, int(plan.chunk[i]), bool(plan.window[i])) for i, one in enumerate(some)]
+    expected = [token for span in spans for token in span]
+    table = np.asarray(allowance.page_table)
+    pool = np.full((table.max() + 1) * PAGE, -1)  # what each place holds: a sequence's token
+    for i, one in enumerate(some):
+        for place in range(one.computed):
+            pool[table[i, place // PAGE] * PAGE + place % PAGE] = 1000 * i + place
+    for start in range(0, max(len(expected), 1), size):
+        flat = flat_compiled(plan, state, jnp.int32(start), size, MASK)
+        here = expected[start : start + size]
+        assert list(zip(flat.tokens.tolist(), flat.positions.tolist(), strict=True)) == [
+            *here,
+            *[(0, 0)] * (size - len(here)),
+        ]
+        own = attention_compiled(plan, state, allowance, jnp.int32(start), size, PAGE)
+        starts, lengths, tables = map(
+            np.asarray, (own.query_starts, own.kv_lengths, own.page_table)
+        )
+        for row in range(2 * len(some)):
+            number = row // 2
+            begin, end = starts[row : row + 2]
+            for token in range(begin, end):
+                place = lengths[row] - (end - token)
+                # A backup mask is 500 and its number; others are known by their place.
+                one, offset = some[number], start + token - int(plan.starts[number])
+                in_backup = offset - int(plan.chunk[number]) - len(one.window)
+                held = 500 + in_backup if in_backup >= 0 else one.computed + offset
+                pool[tables[row, place // PAGE] * PAGE + place % PAGE] = 1000 * number + held
+        pool[np.asarray(copies.targets)] = pool[np.asarray(copies.sources)]
+        for row in range(2 * len(some)):
+            if starts[row] == starts[row + 1]:
+                continue
+            number, backup = divmod(row, 2)
+            seen = [
+                pool[tables[row, p // PAGE] * PAGE + p % PAGE] - 1000 * number
+                for p in range(lengths[row])
+            ]
+            one = some[number]
+            before = one.start + one.backup[0] if backup else lengths[row]
+            assert seen == [*range(before), *(500 + i for i in range(lengths[row] - before))]
 
 
 def test_a_window_has_room_for_as_many_filled_slots_as_masks():
