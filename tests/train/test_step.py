@@ -1,8 +1,8 @@
 """The training step: accumulation, update, randomness, and what it never holds in memory."""
 
 import dataclasses
-import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,7 +38,7 @@ from tests.examples.train_step import (
     training_rows,
     wedlm_step,
 )
-from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample
 from tests.examples.training import PLAIN as MODEL
 from tests.jaxpr_shapes import shapes_in
 from train.data.shards import ShardRows, read_manifest
@@ -52,7 +51,6 @@ from train.step import (
     GuardState,
     Objective,
     TrainState,
-    accumulate,
     group_norms,
     judge,
     make_evaluation_step,
@@ -67,18 +65,9 @@ from wedlm_jax.sharding import make_mesh
 AR_OBJECTIVE = Objective("ar", BLOCK, None, LossConfig(chunk=CHUNK))
 
 
-ar_step = make_train_step(GRAPH, optimizer(), AR_OBJECTIVE)
-
-
 @pytest.fixture(scope="module")
 def whole_batch():
     return gradients_of(*global_batch(), steps=1, objective=OBJECTIVE)
-
-
-def test_accumulation_equals_one_big_batch(whole_batch):
-    """Also where one micro-batch holds all the targets and another none."""
-    assert float(whole_batch[1]["loss"]) > 1
-    assert_same(gradients_of(*global_batch(), steps=4, objective=OBJECTIVE), whole_batch)
 
 
 SOURCES = jnp.asarray([[0, 1, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
@@ -92,11 +81,13 @@ def of_source(number):
     return dataclasses.replace(rows, trainable=rows.trainable & own), masked & own, ratio
 
 
-def test_losses_by_source_are_those_of_its_rows_alone(whole_batch):
+def test_accumulation_equals_one_big_batch_and_losses_by_source_are_those_of_its_rows(whole_batch):
+    """Also where one micro-batch holds all the targets and another none."""
     rows, masked, ratio = global_batch()
     rows = dataclasses.replace(rows, source=SOURCES)
     found = gradients_of(rows, masked, ratio, steps=2, objective=OBJECTIVE)
     by_source = {name: found[1].pop(f"{name}_by_source") for name in ("mlm_loss", "ar_loss")}
+    assert float(whole_batch[1]["loss"]) > 1
     assert_same(found, whole_batch)
     for number in range(3):
         alone = gradients_of(*of_source(number), steps=1, objective=OBJECTIVE)[1]
@@ -105,22 +96,25 @@ def test_losses_by_source_are_those_of_its_rows_alone(whole_batch):
             assert (float(values[number]) > 1) == (number < 2)
 
 
-def test_next_token_losses_by_source_are_those_of_its_rows_alone():
+def test_next_token_losses_by_source_are_those_of_its_rows_and_draw_no_masks():
     evaluate = make_evaluation_step(GRAPH, AR_OBJECTIVE)
 
-    def losses(rows):
-        return evaluate(PARAMETERS, jax.tree.map(lambda x: micro_batches(x, 2), rows), KEY)
+    def losses(rows, key=KEY):
+        rows = dataclasses.replace(rows, source=SOURCES)
+        return evaluate(PARAMETERS, jax.tree.map(lambda x: micro_batches(x, 2), rows), key)
 
-    found = losses(dataclasses.replace(global_batch()[0], source=SOURCES))["ar_loss_by_source"]
+    whole = losses(global_batch()[0])
     alone = [losses(of_source(number)[0])["ar_loss"] for number in range(3)]
-    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    np.testing.assert_allclose(whole["ar_loss_by_source"], alone, rtol=1e-5)
+    assert float(whole["ar_loss"]) == float(whole["loss"])
+    assert float(losses(global_batch()[0], jax.random.key(1))["loss"]) == float(whole["loss"])
 
 
 def test_what_losses_by_source_are_divided_by_is_counted():
     rows = dataclasses.replace(global_batch()[0], source=SOURCES)
     rows = jax.tree.map(lambda x: micro_batches(x, 2), rows)
     for objective in (OBJECTIVE, AR_OBJECTIVE):
-        counts = prepare(objective, rows, KEY)[1]
+        counts = jax.jit(lambda rows, objective=objective: prepare(objective, rows, KEY)[1])(rows)
         # Of 13 and 15 tokens, 5, 20 and none; a sample's first token is no target, nor a prompt's.
         np.testing.assert_array_equal(counts["tokens_by_source"], [5, 13 + 15 + 20, 0])
         np.testing.assert_array_equal(counts["ar_by_source"], [4, 12 + 11, 0])
@@ -128,9 +122,8 @@ def test_what_losses_by_source_are_divided_by_is_counted():
             np.testing.assert_allclose(counts["mlm_by_source"].sum(), counts["mlm"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("how", [{"remat": "full"}, {"unroll": 2}, {"attention": "dense"}], ids=str)
-def test_how_it_is_computed_changes_no_gradient(whole_batch, how):
-    loss = dataclasses.replace(OBJECTIVE.loss, **how)
+def test_how_it_is_computed_changes_no_gradient(whole_batch):
+    loss = dataclasses.replace(OBJECTIVE.loss, remat="full", unroll=2, attention="dense")
     objective = dataclasses.replace(OBJECTIVE, loss=loss)
     assert_same(gradients_of(*global_batch(), steps=1, objective=objective), whole_batch)
 
@@ -146,41 +139,39 @@ def test_bfloat16_compute_keeps_float32_sums(whole_batch):
     assert 0 < error < 0.05
 
 
-def traced_shapes(chunk, attention="streams"):
+def traced_shapes(chunk, attention):
     loss = LossConfig(chunk=chunk, attention=attention)
     step = make_train_step(GRAPH, optimizer(), dataclasses.replace(OBJECTIVE, loss=loss))
     state, rows = jax.eval_shape(fresh_state), training_rows()
     return set(shapes_in(jax.make_jaxpr(step)(state, rows, KEY).jaxpr))
 
 
-def rows_of_logits(shapes):
-    """The most rows of logits in one array; parameters have the vocabulary's axis too."""
-    parameters = {(12, 97), (97,)}
-    return max(int(np.prod(s[:-1])) for s in shapes if s[-1:] == (97,) and s not in parameters)
+def test_neither_logits_of_a_whole_row_nor_a_mask_over_both_streams_exist():
+    def rows_of_logits(shapes):
+        parameters = {(12, 97), (97,)}  # which have the vocabulary's axis, too
+        return max(int(np.prod(s[:-1])) for s in shapes if s[-1:] == (97,) and s not in parameters)
 
-
-def test_logits_of_a_whole_row_never_exist():
-    assert rows_of_logits(traced_shapes(CHUNK)) == CHUNK
-    # The measure sees whole rows where the chunk is one.
-    assert rows_of_logits(traced_shapes(LENGTH)) == LENGTH
-
-
-def test_a_mask_over_both_streams_never_exists():
     def square(shapes):
         return any(shape[-2:] == (2 * LENGTH, 2 * LENGTH) for shape in shapes)
 
-    assert not square(traced_shapes(CHUNK))
-    assert square(traced_shapes(CHUNK, attention="dense"))
+    shapes, control = traced_shapes(CHUNK, "streams"), traced_shapes(LENGTH, "dense")
+    assert (rows_of_logits(shapes), square(shapes)) == (CHUNK, False)
+    # The measures see whole rows where the chunk is one, and a dense mask.
+    assert (rows_of_logits(control), square(control)) == (LENGTH, True)
 
 
 def test_a_step_is_adamw_on_clipped_gradients():
-    rows = training_rows()
-    batches, denominators, loss = prepare(OBJECTIVE, rows, jax.random.fold_in(KEY, 0))
-    gradients = named(accumulate(GRAPH, PARAMETERS, batches, denominators, loss)[0])
+    rows = global_batch()[0]
+    keys = jax.random.split(jax.random.fold_in(KEY, 0), (2, 2)).reshape(-1)
+    draw = jax.jit(jax.vmap(lambda key, row: sample_masks(key, row[None], BLOCK)))
+    masked, ratio = (x[:, 0] for x in draw(keys, rows.trainable))
+    rows = dataclasses.replace(rows, source=SOURCES)
+    found = gradients_of(rows, masked, ratio, steps=2, objective=OBJECTIVE)
+    gradients = named(found[0])
     norm = np.sqrt(sum((value.astype(np.float64) ** 2).sum() for value in gradients.values()))
     assert norm > CLIP_NORM
 
-    state, metrics = wedlm_step(fresh_state(), rows, KEY)
+    state, metrics = wedlm_step(fresh_state(), training_rows(), KEY)
     np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-5)
     assert int(state.step) == 1
     after, is_decayed = named(state.parameters), named(decayed(PARAMETERS))
@@ -217,8 +208,9 @@ def test_a_step_is_finite_whatever_the_rows_hold(seed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step", [wedlm_step, ar_step], ids=["wedlm", "ar"])
-def test_without_a_target_only_the_decay_moves_parameters(step):
+@pytest.mark.parametrize("objective", [OBJECTIVE, AR_OBJECTIVE], ids=["wedlm", "ar"])
+def test_without_a_target_only_the_decay_moves_parameters(objective):
+    step = make_train_step(GRAPH, optimizer(), objective)
     nothing = dataclasses.replace(training_rows(), trainable=jnp.zeros((2, 2, LENGTH), bool))
     state, metrics = step(fresh_state(), nothing, KEY)
     norms = ("parameter_norm", "update_norm")  # the decay's
@@ -244,30 +236,29 @@ def test_masks_do_not_depend_on_how_a_step_is_cut(steps):
     """A device's memory decides it (`train.automatic`), and should not decide what is learned."""
     objective = dataclasses.replace(OBJECTIVE, suffix_share=0.5)
     rows = jax.tree.map(lambda x: micro_batches(x, steps), global_batch()[0])
-    masked = prepare(objective, rows, KEY)[0].masked.reshape(-1, LENGTH)
-    for number, row in enumerate(masked):
-        key = jax.random.split(KEY, len(masked))[number]
-        own = jax.tree.map(lambda x, number=number: x[number, None], global_batch()[0])
-        drawn, ratio = sample_masks(key, own.trainable, BLOCK, suffix_share=0.5)
-        alone = dual_stream(own, drawn, ratio, block_size=BLOCK, mask_token_id=MASK_TOKEN)
-        np.testing.assert_array_equal(row, alone.masked[0])
+    masked = jax.jit(lambda rows: prepare(objective, rows, KEY)[0].masked)(rows)
+    masked = masked.reshape(-1, LENGTH)
+
+    @jax.jit
+    def masked_alone(row, key):
+        drawn, ratio = sample_masks(key, row.trainable, BLOCK, suffix_share=0.5)
+        return dual_stream(row, drawn, ratio, block_size=BLOCK, mask_token_id=MASK_TOKEN).masked
+
+    for number, key in enumerate(jax.random.split(KEY, len(masked))):
+        row = jax.tree.map(lambda x, number=number: x[number, None], global_batch()[0])
+        np.testing.assert_array_equal(masked[number], masked_alone(row, key)[0])
     assert masked.any()
 
 
-def test_the_ar_objective_never_draws_masks():
-    first, second = (ar_step(fresh_state(), training_rows(), jax.random.key(k)) for k in (0, 1))
-    assert float(first[1]["ar_loss"]) == float(first[1]["loss"])
-    assert float(first[1]["loss"]) == float(second[1]["loss"])
-
-
 def test_wedlm_training_needs_a_mask_token():
+    without = dataclasses.replace(OBJECTIVE, mask_token_id=None)
     with pytest.raises(ValueError, match="mask_token_id"):
-        prepare(dataclasses.replace(OBJECTIVE, mask_token_id=None), training_rows(), KEY)
+        jax.eval_shape(lambda rows: prepare(without, rows, KEY)[1], training_rows())
 
 
 def test_the_groups_are_all_parameters_and_each_is_its_leaves_norm():
-    parameters = nnx.state(tiny_transformer())
-    norms = group_norms(parameters, "parameter")
+    parameters = PARAMETERS
+    norms = jax.jit(partial(group_norms, name="parameter"))(parameters)
     groups = ("attention", "embedding", "head", "mlp", "norms")
     assert sorted(norms) == [f"parameter_norm_{group}" for group in groups]
     squares = sum(float(np.square(x).sum()) for x in jax.tree.leaves(parameters))
@@ -299,76 +290,59 @@ def test_a_recipe_says_whether_products_are_of_integers():
     assert integer_products(adapters) >= 2 * 7
 
 
-def test_without_qwix_it_says_what_to_install(monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "qwix" else real(name)
-    )
-    config = tiny_recipe(Path("unused"), None, quantized_training="int8")
-    with pytest.raises(InputError, match=r'quantized_training .*qwix.*"wedlm-jax\[int8\]"'):
-        make_program(config, MODEL, make_mesh({}, jax.devices()[:1]))
-
-
-def after(norms, spike_factor=0.0, first_step=100):
-    """What becomes of steps with these gradient norms, one after another."""
-    state, taken, skipped = GuardState.first(), [], []
-    for step, norm in enumerate(norms, first_step):
-        ok, state = judge(state, jnp.int32(step), jnp.float32(norm), spike_factor)
-        taken.append(bool(ok))
-        skipped.append(int(state.skipped))
-    return taken, skipped, state
-
-
-def test_what_is_not_finite_is_skipped_and_counted():
-    taken, skipped, state = after([1.0, np.nan, np.inf, 1.0])
-    assert taken == [True, False, False, True]
-    assert skipped == [0, 1, 2, 0]
-    assert float(state.mean_norm) == pytest.approx(1.0)
-
-
-def test_a_spike_is_a_multiple_of_the_running_mean():
-    taken, _, state = after([1.0, 9.0, 12.0, 11.0], 10.0)
-    # After a norm of 9 the mean is 1.16: 12 is above ten times that, 11 below.
-    assert taken == [True, True, False, True]
-    mean = NORM_DECAY + (1 - NORM_DECAY) * 9
-    assert float(state.mean_norm) == pytest.approx(NORM_DECAY * mean + (1 - NORM_DECAY) * 11)
-
-
-def test_spikes_are_not_looked_for_before_the_norms_have_settled():
-    assert after([1.0, 100.0], 10.0, first_step=0)[0] == [True, True]
-    assert after([1.0, 100.0], 10.0, first_step=50)[0] == [True, False]
-    assert after([1.0, 100.0])[0] == [True, True]
-
-
-def broken(output, tokenizer, **changes):
-    """A recipe whose weights are so large that no loss is finite."""
-    model = ModelSection(architecture={**ARCHITECTURE, "initializer_range": 1e30})
-    return tiny_recipe(output, tokenizer, model=model, **changes)
+@pytest.mark.parametrize(
+    ("norms", "spike_factor", "first_step", "expected"),
+    [
+        ([1.0, np.nan, np.inf, 1.0], 0.0, 100, [True, False, False, True]),
+        # After a norm of 9 the mean is 1.16: 12 is above ten times that, 11 below.
+        ([1.0, 9.0, 12.0, 11.0], 10.0, 100, [True, True, False, True]),
+        # Spikes are not looked for before the norms have settled.
+        ([1.0, 100.0], 10.0, 0, [True, True]),
+        ([1.0, 100.0], 10.0, 50, [True, False]),
+        ([1.0, 100.0], 0.0, 100, [True, True]),
+    ],
+)
+def test_steps_that_are_not_finite_or_a_multiple_of_the_running_mean_are_skipped(
+    norms, spike_factor, first_step, expected
+):
+    state, mean, in_a_row = GuardState.first(), None, 0
+    for step, (norm, is_taken) in enumerate(zip(norms, expected, strict=True), first_step):
+        taken, state = judge(state, jnp.int32(step), jnp.float32(norm), spike_factor)
+        assert bool(taken) == is_taken
+        in_a_row = 0 if is_taken else in_a_row + 1
+        assert int(state.skipped) == in_a_row
+        if is_taken:
+            mean = norm if mean is None else NORM_DECAY * mean + (1 - NORM_DECAY) * norm
+        assert float(state.mean_norm) == pytest.approx(mean)
 
 
 @pytest.mark.full
 def test_a_run_whose_loss_is_no_number_stops_and_names_the_batches(
     tokenizer_folder, tmp_path, capsys
 ):
+    """Batches are named by their own numbers, of which two are skipped by the recipe."""
+    # Weights so large that no loss is finite.
+    model = ModelSection(architecture={**ARCHITECTURE, "initializer_range": 1e30})
     optimizer = OptimizerSection(learning_rate=0.01, warmup_steps=1, max_skipped=3)
-    config = broken(tmp_path, tokenizer_folder, optimizer=optimizer)
+    config = tiny_recipe(tmp_path, tokenizer_folder, model=model, optimizer=optimizer)
+    config.data.skip = [[2, 6]]
     with pytest.raises(InputError, match=r"step 3: 3 steps in a row were skipped.*skipped\.jsonl"):
         run_training(config)
     said = capsys.readouterr().out
     assert "step 1 skipped: loss" in said
     assert "gradient_norm nan" in said
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["batch"]) for line in lines] == [(1, 1), (2, 2), (3, 3)]
+    assert [(line["step"], line["batch"]) for line in lines] == [(1, 1), (2, 7), (3, 8)]
     assert {line["gradient_norm"] for line in lines} == {None}
     [folder] = map(Path, config.data.sources)
     manifest = read_manifest(folder)
     rows = ShardRows(folder, manifest, 0)
     steps = step_rows([(rows, 1.0)], config)
-    for batch, line in enumerate(lines):
+    for step, line in enumerate(lines):
         [files] = line["rows"]  # one process
         [(file, named)] = files.items()
         assert file == str(folder / manifest.shards[0].file)
-        read = sorted(steps.read(batch, range(2))["tokens"].reshape(4, -1).tolist())
+        read = sorted(steps.read(step, range(2))["tokens"].reshape(4, -1).tolist())
         assert sorted(rows[number]["tokens"].tolist() for number in named) == read
     assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
     assert not (tmp_path / "hf").exists()
