@@ -223,8 +223,8 @@ class RowOrder:
     row_length: int
     block_size: int
     sources: list[dict[str, Any]]
-    phases: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    skip: list[list[int]] = dataclasses.field(default_factory=list)
+    phases: list[dict[str, Any]]
+    skip: list[list[int]]
 
     def differences(self, before: RowOrder, done: int) -> list[str]:
         """Lists the differences, by the recipe's names, in what ``done`` steps have read."""
@@ -337,10 +337,10 @@ def _begin_or_resume(
     run, done = (origin.run, origin.step) if origin else (output, max(states, default=0))
     if states or origin:
         before = _saved_order(run / ORDER)
-        changes = _changed_fields(config, run, done, known=before is not None)
+        changes = _changed_fields(config, run, done)
         if origin:
             changes = {line: False for line in changes if not EACH_ITS_OWN.match(line)}
-        changes |= dict.fromkeys(order.differences(before, done) if before else [], True)
+        changes |= dict.fromkeys(order.differences(before, done), True)
         for line in changes:
             print(f"not as {f'in {run}' if origin else 'before'}: {line}", flush=True)
         refused = [line for line, decisive in changes.items() if decisive]
@@ -350,8 +350,6 @@ def _begin_or_resume(
                 f"{begun} with another recipe: {'; '.join(refused)}; {ALLOW} goes on with this one "
                 f"from step {done}" + ("" if origin else ", and another output starts over")
             )
-        if before is None:
-            say(f"{run / ORDER} is not there: whether the data is as before is not known")
         if done >= config.steps:
             say(
                 f"{output}: trained for {done} steps already, and the recipe has "
@@ -366,24 +364,21 @@ def _begin_or_resume(
     write_json(output / ORDER, dataclasses.asdict(order))
 
 
-def _saved_order(path: Path) -> RowOrder | None:
-    """Returns the saved order; None if there is none, as in runs of earlier versions."""
+def _saved_order(path: Path) -> RowOrder:
+    """Reads the order that a run has saved beside its states."""
     try:
         return RowOrder(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: not what a run writes ({error}); remove it") from None
+        raise InputError(f"{path}: not what a run writes ({error})") from None
 
 
-def _changed_fields(config: TrainConfig, run: Path, done: int, *, known: bool) -> dict[str, bool]:
+def _changed_fields(config: TrainConfig, run: Path, done: int) -> dict[str, bool]:
     """Returns a line for each field whose value differs from the saved one, and whether the change
     is decisive. If the saved recipe cannot be read, prints that and returns none.
 
     Args:
       run: the folder of the saved recipe.
       done: completed steps.
-      known: whether the saved `RowOrder` is known, which then covers the data.
     """
     path = run / CONFIG
     try:
@@ -405,8 +400,8 @@ def _changed_fields(config: TrainConfig, run: Path, done: int, *, known: bool) -
             if same_rates is None:
                 same_rates = _same_rates(config, saved, done)
             decisive = not same_rates
-        elif decisive and BY_CONTENT.fullmatch(name):
-            decisive = not known
+        elif BY_CONTENT.fullmatch(name):
+            decisive = False
         lines[f"{name} was {was}, is {new}{REMARKS.get(name, '')}"] = decisive
     return lines
 
@@ -423,8 +418,8 @@ def _same_rates(config: TrainConfig, saved: Any, done: int) -> bool:
         assert isinstance(before, TrainConfig)
         were = schedule_of(before)
     except Exception:
-        # In a recipe of an earlier version a field may mean something else, which can raise
-        # anything. Rates that cannot be compared count as different: the safe answer.
+        # A recipe that was edited by hand can raise anything. Rates that cannot be compared count
+        # as different: the safe answer.
         return False
     steps = np.arange(done)
     was, now = (

@@ -36,7 +36,6 @@ from wedlm_jax.checkpoint.orbax import described_lora
 from wedlm_jax.config import (
     CONFIG_FIELDS,
     PARTS,
-    PUBLISHED_MASK_TOKEN_ID,
     SIZES,
     ModelConfig,
     config_from_hf,
@@ -114,13 +113,7 @@ def _architecture(
         return _with_architecture(read_architecture(run / RUN_MODEL), stated, run / RUN_MODEL)
     if config.model.init_from is not None:
         folder = as_path(config.model.init_from)
-        model = _with_architecture(read_architecture(folder), stated, folder)
-        if run is not None and model.mask_token_id is None:
-            # Earlier versions used the published id for every model, and did not record it.
-            published = model.vocab_size > PUBLISHED_MASK_TOKEN_ID
-            mask = PUBLISHED_MASK_TOKEN_ID if published else None
-            model = dataclasses.replace(model, mask_token_id=mask)
-        return model
+        return _with_architecture(read_architecture(folder), stated, folder)
     fields: dict[str, Any] = {"model_type": "wedlm"}
     if tokenizer is not None:
         fields |= {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from omegaconf import OmegaConf
 
 import train.loop
 from tests.examples.data import corpus_rows
@@ -23,6 +24,7 @@ from train.recipe.config import (
     TrainConfig,
     save_config,
 )
+from train.recipe.fields import apply_override
 from wedlm_jax.__main__ import main
 from wedlm_jax.sharding import make_mesh
 
@@ -72,6 +74,14 @@ def tiny_recipe(output, tokenizer, **changes):
         if config.evaluation.every and config.evaluation.source is None:
             config.evaluation.source = rows
     return config
+
+
+def changed(config, *overrides):
+    """A recipe with fields changed as on the command line; whether they fit is not checked."""
+    fields = OmegaConf.structured(config)
+    for item in overrides:
+        apply_override(fields, item)
+    return OmegaConf.to_object(fields)
 
 
 def _rows(config):

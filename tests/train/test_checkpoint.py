@@ -76,24 +76,18 @@ def numbers(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
-def test_what_is_kept_for_good_stays_over_restarts(tmp_path):
-    for steps in ((1, 2, 3), (4, 5), (6, 7, 8), (9, 10, 11)):
-        write(tmp_path, *steps, keep=2, keep_every=3)
-    assert numbers(tmp_path) == [3, 6, 9, 10, 11]
-    found, _ = read(tmp_path)
-    assert_is_step(found, 11)
-    write(tmp_path, 12, 13, 14, keep=1)  # who keeps none for good drops them
-    assert numbers(tmp_path) == [14]
-
-
-@pytest.mark.full
-def test_what_is_kept_for_good_stays_in_a_bucket(bucket):
-    folder = as_path(f"{bucket}/checkpoints")
+@pytest.mark.parametrize("place", ["disk", pytest.param("bucket", marks=pytest.mark.full)])
+def test_what_is_kept_for_good_stays_over_restarts(request, tmp_path, place):
+    folder = tmp_path
+    if place == "bucket":
+        folder = as_path(f"{request.getfixturevalue('bucket')}/checkpoints")
     for steps in ((1, 2, 3), (4, 5), (6, 7)):
         write(folder, *steps, keep=1, keep_every=3)
     assert numbers(folder) == [3, 6, 7]
     found, _ = read(folder)
     assert_is_step(found, 7)
+    write(folder, 12, 13, 14, keep=1)  # who keeps none for good drops them
+    assert numbers(folder) == [14]
 
 
 def test_what_is_kept_is_said(tmp_path):

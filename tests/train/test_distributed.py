@@ -32,11 +32,9 @@ from train.evaluation import Evaluation, asked_questions, drawn_questions
 from train.program import make_program
 from train.recipe.config import DataSection, EvaluationSection
 from train.start import held_out_rows
-from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.orbax import DamagedCheckpoint, is_whole
 from wedlm_jax.errors import STORAGE_FAILED, InputError, StorageFailure
-from wedlm_jax.host.processes import LAUNCHERS
 from wedlm_jax.sharding import make_mesh
 
 
@@ -109,30 +107,6 @@ def test_folders_that_hosts_do_not_share_are_refused_at_once(tokenizer_folder, t
     assert list((tmp_path / "0").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--coordinator", "localhost:1"], "--num-processes auto: none of JAX_NUM_PROCESSES, "),
-        (["--coordinator", "localhost:1", "--distributed"], "leave --coordinator out"),
-        (["--num-processes", "2"], "go with --coordinator"),
-        (
-            ["--coordinator", "localhost:1", "--num-processes", "2", "--process-id", "2"],
-            "--process-id: expected 0 to 1, not 2",
-        ),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(
-    options, message, tokenizer_folder, tmp_path, monkeypatch, capsys
-):
-    for names in LAUNCHERS.values():
-        for variable in filter(None, names):
-            monkeypatch.delenv(variable, raising=False)
-    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
-    assert main(["train", "--config", str(recipe), *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 QUICK = {"train.distributed.GRACE_S": 1.0}
 
 version = importlib.metadata.version
@@ -150,35 +124,10 @@ def listing(folder):
     return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (
-            {"arguments_of": [["optimizer.learning_rate=0.01"], ["optimizer.learning_rate=0.02"]]},
-            "optimizer.learning_rate is 0.01 on host 0 and 0.02 on host 1",
-        ),
-        (
-            {"constants": [QUICK, {**QUICK, "importlib.metadata.version": version_elsewhere}]},
-            f"jaxlib is {version('jaxlib')} on host 0 and 0.0.1 on host 1",
-        ),
-    ],
-)
-def test_hosts_with_other_recipes_or_versions_are_all_told(
-    settings, sentence, tokenizer_folder, tmp_path
-):
-    recipe = write_recipe(tiny_recipe(tmp_path / "run", tokenizer_folder), tmp_path)
-    statuses, said = run_hosts(["--config", str(recipe)], tmp_path, **settings)
-    assert statuses == [2, 2], said
-    told = f"wedlm train: the 2 hosts of this run are not given the same: {sentence}"
-    assert [sentences(text) for text in said] == [[told], [told]]
-    assert not (tmp_path / "run").exists()
-
-
-def test_hosts_with_other_data_are_all_told(tmp_path):
-    """Each has a copy of its own, under the same name."""
-    content = []
-    for host in range(2):
-        folder = tmp_path / f"host{host}"
+def test_hosts_with_other_recipes_versions_or_data_are_all_told(tmp_path):
+    """Each has a copy of the data of its own, under the same name."""
+    folders, content = [tmp_path / "host0", tmp_path / "host1"], []
+    for host, folder in enumerate(folders):
         folder.mkdir()
         records = write_jsonl(folder / "texts.jsonl", documents(20, seed=host))
         tokenised([records], folder / "rows")
@@ -186,15 +135,21 @@ def test_hosts_with_other_data_are_all_told(tmp_path):
         content.append(f"{manifest['rows']} rows ({manifest['content'][:16]})")
     data = DataSection(sources={"rows": 1.0}, tokenizer=str(EMBEDDED))
     config = tiny_recipe(tmp_path / "run", None, data=data, row_length=ROW)
-    statuses, said = run_hosts(
+    statuses, told = run_hosts(
         ["--config", str(write_recipe(config, tmp_path))],
         tmp_path,
-        folder=[tmp_path / "host0", tmp_path / "host1"],
+        arguments_of=[["optimizer.learning_rate=0.01"], ["optimizer.learning_rate=0.02"]],
+        constants=[QUICK, {**QUICK, "importlib.metadata.version": version_elsewhere}],
+        folder=folders,
     )
-    assert statuses == [2, 2], said
-    for text in said:
-        [sentence] = sentences(text)
-        assert f"what rows holds is {content[0]} on host 0 and {content[1]} on host 1" in sentence
+    assert statuses == [2, 2], told
+    sentence = (
+        "wedlm train: the 2 hosts of this run are not given the same: "
+        "optimizer.learning_rate is 0.01 on host 0 and 0.02 on host 1; "
+        f"jaxlib is {version('jaxlib')} on host 0 and 0.0.1 on host 1; "
+        f"what rows holds is {content[0]} on host 0 and {content[1]} on host 1"
+    )
+    assert [sentences(text) for text in told] == [[sentence], [sentence]]
     assert not (tmp_path / "run").exists()
 
 
@@ -282,25 +237,22 @@ def resumed(config, tmp_path, constants, within):
 
 
 @pytest.mark.full
-def test_a_host_that_sees_a_state_late_goes_on_with_the_others(stopped, tmp_path):
+@pytest.mark.parametrize(("seconds", "within"), [(2.0, 60.0), (1000.0, 1.0)])
+def test_a_host_that_sees_a_state_late_goes_on_and_of_one_that_never_does_all_are_told(
+    stopped, tmp_path, seconds, within
+):
     config = copy_of(stopped, tmp_path)
-    late = Late(2.0)
+    before, late = listing(tmp_path / "run"), Late(seconds)
     constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
-    statuses, said = resumed(config, tmp_path, constants, within=60.0)
-    assert statuses == [0, 0], said
-    assert "resumed from step 4" in said[0]
-    assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
-    assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
-
-
-@pytest.mark.full
-def test_a_host_that_never_sees_a_state_is_told_of_and_nothing_is_renamed(stopped, tmp_path):
-    config = copy_of(stopped, tmp_path)
-    before, late = listing(tmp_path / "run"), Late(1000.0)
-    constants = {"wedlm_jax.checkpoint.orbax.is_whole": late, "train.agreement.is_whole": late}
-    statuses, said = resumed(config, tmp_path, constants, within=1.0)
-    assert statuses == [2, 2], said
-    for text in said:
+    statuses, told = resumed(config, tmp_path, constants, within)
+    if seconds < within:
+        assert statuses == [0, 0], told
+        assert "resumed from step 4" in told[0]
+        assert [line["step"] for line in metric_lines(tmp_path / "run")] == [1, 2, 3, 4, 5]
+        assert not list((tmp_path / "run" / "checkpoints").glob("*.damaged*"))
+        return
+    assert statuses == [2, 2], told
+    for text in told:
         [sentence] = sentences(text)
         assert sentence.endswith("the newest whole state is 4 on host 0 and 2 on host 1")
     assert listing(tmp_path / "run") == before
@@ -340,8 +292,10 @@ def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     assert (tmp_path / "4").is_dir()
 
 
-def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(stopped, monkeypatch):
-    assert agree(stopped) == [4, 2]
+def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(tmp_path, monkeypatch):
+    write(tmp_path / "checkpoints", 2, 4)
+    config = tiny_recipe(tmp_path, None)
+    assert agree(config) == [4, 2]
 
     def refused(path):
         raise PermissionError(13, "Permission denied")
@@ -349,7 +303,7 @@ def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(stopped, mon
     monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
     monkeypatch.setattr(Path, "iterdir", refused)
     with pytest.raises(StorageFailure, match=r"checkpoints: cannot be read, and is left as it is"):
-        agree(stopped)
+        agree(config)
 
 
 def test_a_difference_names_the_hosts_and_their_values():

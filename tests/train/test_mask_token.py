@@ -32,18 +32,42 @@ def tokenizer():
 QWEN = dataclasses.replace(
     tiny_config(vocab_size=320), model_type="qwen3", mask_token_id=None, eos_token_ids=(2,)
 )
-WEDLM = dataclasses.replace(QWEN, model_type="wedlm", mask_token_id=259)
+WEDLM = {"model_type": "wedlm", "mask_token_id": 259}
+FULL = {"vocab_size": 262}
+OWN_MEANING = "a special token with a meaning of its own"
 
 
-def test_the_first_row_that_no_token_uses_is_taken(tokenizer):
-    assert choose_mask_token(tokenizer, QWEN) == 262
-    taken = dataclasses.replace(QWEN, pad_token_id=262, eos_token_ids=(2, 263))
-    assert choose_mask_token(tokenizer, taken) == 264
-
-
-def test_a_model_keeps_the_token_that_it_was_trained_with(tokenizer):
-    assert choose_mask_token(tokenizer, WEDLM) == 259
-    assert choose_mask_token(tokenizer, WEDLM, "<|fim_pad|>") == 260
+@pytest.mark.parametrize(
+    ("changes", "requested", "expected"),
+    [
+        # The first row that no token uses.
+        ({}, None, 262),
+        ({"pad_token_id": 262, "eos_token_ids": (2, 263)}, None, 264),
+        # What the model was trained with, unless another is asked for.
+        (WEDLM, None, 259),
+        (WEDLM, "<|fim_pad|>", 260),
+        ({}, "<tool_response>", 259),
+        ({}, "262", 262),
+        ({}, "<|im_end|>", "ends a text"),
+        ({}, "2", "ends a text"),
+        ({}, "<|im_start|>", OWN_MEANING),
+        ({}, "<|vision_pad|>", OWN_MEANING),
+        (WEDLM | {"mask_token_id": 1}, None, OWN_MEANING),
+        ({}, "x", "texts are made of it"),
+        ({}, "<mask>", "the tokenizer has no such token"),
+        ({}, "320", "outside the model's vocabulary of 320"),
+        ({}, "-1", "the tokenizer has no such token"),
+        (FULL, None, r"all 262 rows .*model\.mask_token"),
+        (FULL, "<|fim_pad|>", 260),
+    ],
+)
+def test_it_is_one_that_texts_do_not_have(tokenizer, changes, requested, expected):
+    config = dataclasses.replace(QWEN, **changes)
+    if isinstance(expected, int):
+        assert choose_mask_token(tokenizer, config, requested) == expected
+        return
+    with pytest.raises(InputError, match=f"mask token.*{expected}"):
+        choose_mask_token(tokenizer, config, requested)
 
 
 def test_the_tokenizers_own_mask_token_is_taken():
@@ -51,41 +75,6 @@ def test_the_tokenizers_own_mask_token_is_taken():
     assert choose_mask_token(own, QWEN) == 3
     assert choose_mask_token(own, QWEN, own="[M]") == 4
     assert choose_mask_token(own, QWEN, "<|mask|>") == 3
-
-
-@pytest.mark.parametrize(("wanted", "token"), [("<tool_response>", 259), ("262", 262)])
-def test_one_can_be_asked_for_by_text_or_id(tokenizer, wanted, token):
-    assert choose_mask_token(tokenizer, QWEN, wanted) == token
-
-
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ("<|im_end|>", "ends a text"),
-        ("2", "ends a text"),
-        ("<|im_start|>", "a special token with a meaning of its own"),
-        ("<|vision_pad|>", "a special token with a meaning of its own"),
-        ("x", "texts are made of it"),
-        ("<mask>", "the tokenizer has no such token"),
-        ("320", "outside the model's vocabulary of 320"),
-        ("-1", "the tokenizer has no such token"),
-    ],
-)
-def test_what_means_something_else_is_refused(tokenizer, wanted, message):
-    with pytest.raises(InputError, match=f"mask token .*{message}"):
-        choose_mask_token(tokenizer, QWEN, wanted)
-
-
-def test_a_special_token_is_refused_even_if_the_config_names_it(tokenizer):
-    with pytest.raises(InputError, match="a meaning of its own"):
-        choose_mask_token(tokenizer, dataclasses.replace(WEDLM, mask_token_id=1))
-
-
-def test_a_vocabulary_without_an_unused_row_needs_a_name(tokenizer):
-    full = dataclasses.replace(QWEN, vocab_size=262)
-    with pytest.raises(InputError, match=r"all 262 rows .*model\.mask_token"):
-        choose_mask_token(tokenizer, full)
-    assert choose_mask_token(tokenizer, full, "<|fim_pad|>") == 260
 
 
 @pytest.mark.parametrize(

@@ -7,24 +7,17 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.examples.data import CHAT, EMBEDDED
+from tests.examples.data import CHAT
 from tests.examples.tiny_checkpoint import EOS, write_tiny_checkpoint
-from tests.examples.tiny_run import ARCHITECTURE, tiny_recipe
+from tests.examples.tiny_run import tiny_recipe
 from train.data.command import main as tokenize
 from train.data.shards import read_manifest
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from train.loop import train
 from train.recipe.config import (
-    DataSection,
-    EvaluationSection,
-    LoraSection,
-    LossSection,
     ModelSection,
-    OptimizerSection,
-    PhaseSection,
     TrainConfig,
 )
-from train.start import check_start, mask_token, recipe_model
+from train.start import mask_token, recipe_model
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.open import open_checkpoint
@@ -60,60 +53,6 @@ def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(described, cap
     assert "model.architecture: rope is " in said
     with pytest.raises(InputError, match=r"architecture\.hiden_size: .* 'hidden_size'"):
         recipe_model(recipe(described, hiden_size=4))
-
-
-def test_weights_that_are_not_there_are_refused_before_anything_is_compiled(described):
-    with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
-        check_start(recipe(described))
-
-
-LOSS = LossSection(attention="splash", remat="none")
-UNKNOWN_ROWS = DataSection(sources={"rows": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"optimizer": OptimizerSection(warmup_steps=4)}, "warmup_steps must be 0 to 3, .*not 4"),
-        ({"model": ModelSection()}, r"model\.init_from: expected the folder of the "),
-        (
-            {"model": ModelSection(architecture={**ARCHITECTURE, "head_dim": 7})},
-            "head_dim must be even",
-        ),
-        ({"lora": LoraSection(rank=2)}, r"lora\.rank needs model\.init_from"),
-        ({"loss": LOSS}, "'splash' is for TPUs, not for 'cpu'"),
-        ({"phases": [PhaseSection(from_step=2, rows=1000)]}, r"\d+ packed rows .* batch of 2000"),
-        ({"data": DataSection()}, r"data\.sources: expected the folders to train on"),
-        ({"data": UNKNOWN_ROWS}, r"data\.tokenizer: expected the folder"),
-        (
-            {"data": UNKNOWN_ROWS, "evaluation": EvaluationSection(every=2)},
-            r"evaluation\.source: expected a folder of held-out",
-        ),
-        ({"data": DataSection(sources={"a": 1.0}, tokenizer="there")}, "there: no tokenizer.json"),
-        ({"data": DataSection(sources={"a": 1.0}, tokenizer="nowhere")}, "nowhere: no such folder"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_and_leaves_no_folder(
-    tokenizer_folder, tmp_path, monkeypatch, changes, sentence
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    config = tiny_recipe(tmp_path / "run", tokenizer_folder)
-    with pytest.raises(InputError, match=sentence):
-        train(dataclasses.replace(config, **changes))
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_refused_run_leaves_no_folder(described, tmp_path):
-    config = tiny_recipe(tmp_path / "run", EMBEDDED)
-    config.model = ModelSection(init_from=str(described))
-    with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
-        train(config)
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
-    with pytest.raises(InputError, match="neither a Hugging Face checkpoint"):
-        train(config)
-    assert (tmp_path / "run").exists(), "one that was there is not the run's to remove"
 
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -239,6 +178,11 @@ def test_conversations_add_the_end_of_their_turns(plain_base, tmp_path, capsys):
     assert model.eos_token_ids == (EOS, DOCUMENT)
     assert f"turns end with the token {EOS}" in capsys.readouterr().out
 
+    # Ends that a model has stay in their order.
+    config.model.architecture = {"eos_token_id": [DOCUMENT, EOS]}
+    assert recipe_model(config, plain_base).eos_token_ids == (DOCUMENT, EOS)
+    assert "turns end" not in capsys.readouterr().out
+
     # What is exported says so to every program, in both files.
     weights = load_checkpoint(plain_base)
     save_checkpoint(weights, model, tmp_path / "hf", tokenizer_from=plain_base)
@@ -247,12 +191,3 @@ def test_conversations_add_the_end_of_their_turns(plain_base, tmp_path, capsys):
         assert said["eos_token_id"] == [EOS, DOCUMENT]
     assert said["max_new_tokens"] == 2048
     assert open_checkpoint(tmp_path / "hf").config.eos_token_ids == (EOS, DOCUMENT)
-
-
-def test_ends_that_a_model_has_stay_in_their_order(plain_base, tmp_path, capsys):
-    chats = rows_of(plain_base, tmp_path / "chats", {"messages": CHAT})
-    config = tiny_recipe(tmp_path / "run", None, model=ModelSection(init_from=str(plain_base)))
-    config.model.architecture = {"eos_token_id": [DOCUMENT, EOS]}
-    config.data.sources = {chats: 1.0}
-    assert recipe_model(config, plain_base).eos_token_ids == (DOCUMENT, EOS)
-    assert "turns end" not in capsys.readouterr().out

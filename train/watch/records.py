@@ -137,7 +137,7 @@ class Interval:
         self._sums = {name: np.float64(x) for name, x in state["sums"].items()}
         self._weights = {name: np.float64(x) for name, x in state["weights"].items()}
         self._newest, self._skipped = dict(state["newest"]), int(state["skipped"])
-        self._tokens = dict(state.get("tokens", {}))  # earlier versions wrote none
+        self._tokens = dict(state["tokens"])
 
 
 def flatten(metrics: Mapping[str, Any]) -> Record:

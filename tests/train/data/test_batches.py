@@ -56,7 +56,7 @@ def test_batches_on_a_mesh_are_the_steps_of_the_order(mesh):
             np.testing.assert_array_equal(placed, array)
 
 
-@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("hosts", [2, 4])
 def test_every_host_reads_its_devices_rows_only_and_all_make_one_batch(mesh, hosts):
     sharding = batch_sharding(mesh)
     devices = list(mesh.devices.flat)
@@ -154,18 +154,6 @@ def numbers(steps, step, rows=range(R)):
     return steps.read(step, rows)["tokens"][..., 0]
 
 
-def test_an_epoch_reads_every_row_once_and_the_next_in_another_order():
-    steps = steps_of((NumberedRows(24), 1.0))
-    epochs = [
-        np.concatenate([numbers(steps, step).reshape(-1) for step in epoch])
-        for epoch in (range(4), range(4, 8))
-    ]
-    for epoch in epochs:
-        assert sorted(epoch) == list(range(24))
-        assert list(epoch) != sorted(epoch)
-    assert list(epochs[0]) != list(epochs[1])
-
-
 def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_own():
     sets = (
         (NumberedRows(500), 6.0),
@@ -178,8 +166,10 @@ def test_weights_are_shares_of_every_stretch_and_each_source_has_epochs_of_its_o
         for source, share in enumerate((0.6, 0.3, 0.1)):
             assert sources[source] / len(stretch) == pytest.approx(share, abs=0.02)
     small = [n for n in read if n // 1000 == 1]
-    for epoch in range(len(small) // 50):
-        assert sorted(small[50 * epoch :][:50]) == list(range(1000, 1050))
+    first, second = small[:50], small[50:100]
+    assert sorted(first) == sorted(second) == list(range(1000, 1050))
+    assert first != second, "each epoch has an order of its own"
+    assert first != sorted(first)
     assert max(Counter(n for n in read if n // 1000 != 1).values()) == 1
 
 

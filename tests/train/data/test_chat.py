@@ -73,13 +73,10 @@ def test_each_assistants_turn_is_trainable_and_nothing_else_is(tokenizer):
     assert sample.trainable[sample.tokens == ends].tolist() == [False, False, True, False, True]
 
 
-def test_further_end_tokens_follow_each_turns_own(tokenizer):
+def test_end_tokens_are_added_and_the_prompt_is_trained_on_if_asked_for(tokenizer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=3)
     end = "<|im_end|>"
     assert trained(chat, tokenizer, CHAT) == ["1, 2, 3" + 4 * end, "3, 2, 1" + 4 * end]
-
-
-def test_the_prompt_is_trained_on_if_asked_for(tokenizer):
     chat = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
     sample = chat.tokenised(*chat.turns(CHAT), train_on_prompt=True)
     assert sample.trainable.all()
@@ -105,18 +102,6 @@ def test_no_answer_hides_its_own_end(tokenizer, answer):
     messages = [*CHAT[:2], {"role": "assistant", "content": answer}, *CHAT[3:]]
     whole, spans = chat.turns(messages)
     assert [whole[slice(*span)] for span in spans] == [answer + "<|im_end|>", "3, 2, 1<|im_end|>"]
-
-
-def test_a_template_that_rewrites_earlier_turns_is_followed(tokenizer):
-    chat = ChatFormat(template(THINKING), tokenizer, end_tokens=0)
-    assert trained(chat, tokenizer, CHAT) == [
-        "1, 2, 3<|im_end|>",
-        "<think>\n\n</think>\n\n3, 2, 1<|im_end|>",
-    ]
-    thought = {"role": "assistant", "content": "<think>\nbackwards\n</think>\n\n3, 2, 1"}
-    assert trained(chat, tokenizer, [*CHAT[:-1], thought])[-1] == (
-        "<think>\nbackwards\n</think>\n\n3, 2, 1<|im_end|>"
-    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +132,7 @@ def test_one_conversation_that_hides_its_turns_is_told_apart(tokenizer):
         chat.turns(CHAT)
 
 
-def test_turns_that_the_template_rewrites_are_found(tokenizer):
+def test_a_template_that_rewrites_turns_is_followed_and_they_are_found(tokenizer):
     thought = {"role": "assistant", "content": "<think>\nup\n</think>\n\n1, 2, 3 "}
     messages = [*CHAT[:2], thought, *CHAT[3:]]
     chat = ChatFormat(template(THINKING), tokenizer, end_tokens=0)
@@ -155,6 +140,11 @@ def test_turns_that_the_template_rewrites_are_found(tokenizer):
         ("<think>\nup\n</think>\n\n1, 2, 3", "1, 2, 3"),
         ("3, 2, 1", "<think>\n\n</think>\n\n3, 2, 1"),
     ]
+    assert trained(chat, tokenizer, messages) == [
+        "1, 2, 3 <|im_end|>",
+        "<think>\n\n</think>\n\n3, 2, 1<|im_end|>",
+    ]
+    assert trained(chat, tokenizer, messages[:3]) == ["<think>\nup\n</think>\n\n1, 2, 3 <|im_end|>"]
     plain = ChatFormat(template(CHAT_TEMPLATE), tokenizer, end_tokens=0)
     assert plain.changed(messages, *plain.turns(messages)) == []
     assert chat.turn_end == plain.turn_end == tokenizer.token_to_id("<|im_end|>")

@@ -37,38 +37,31 @@ def ids(text):
     return MAKER.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def test_a_document_ends_with_the_end_of_text_and_is_trained_on_whole(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "Count to 3."}, {"text": "1\n2", "id": 4}])
-    samples, malformed, records = made_of(path)
+def test_documents_end_with_the_end_of_text_and_token_ids_are_taken_as_they_are(tmp_path):
+    text = "one two three four five six\n" * 60
+    (tmp_path / "a.txt").write_text("\ufeff" + text, encoding="utf-8")
+    records = [
+        {"text": "Count to 3."},
+        {"text": "1\n2", "id": 4},
+        {"token_ids": list(range(ROW + 9))},
+        {"token_ids": [5, 6, 7], "trainable": [False, True, 1]},
+    ]
+    made = [made_of(write_jsonl(tmp_path / "a.jsonl", records)), made_of(tmp_path / "a.txt")]
+    samples = [sample for some, _, _ in made for sample in some]
+    whole = [*ids(text), END]
+    assert len(whole) > 2 * ROW, "longer than a row, it is cut"
     assert [sample.tokens.tolist() for sample in samples] == [
         [*ids("Count to 3."), END],
         [*ids("1\n2"), END],
+        list(range(ROW)),
+        list(range(ROW, ROW + 9)),
+        [5, 6, 7],
+        *(whole[start : start + ROW] for start in range(0, len(whole), ROW)),
     ]
-    assert all(sample.trainable.all() for sample in samples)
-    assert (malformed, records) == ([], 2)
-
-
-def test_a_text_file_is_one_document_and_a_long_one_is_cut_into_rows(tmp_path):
-    text = "\ufeff" + "one two three four five six\n" * 60
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    samples, malformed, records = made_of(tmp_path / "a.txt")
-    whole = [*ids(text.removeprefix("\ufeff")), END]
-    assert len(samples) == -(-len(whole) // ROW) > 2
-    assert all(len(sample.tokens) == ROW for sample in samples[:-1])
-    assert np.concatenate([sample.tokens for sample in samples]).tolist() == whole
-    assert (malformed, records) == ([], 1)
-
-
-def test_token_ids_are_a_document_or_with_trainable_a_finished_sample(tmp_path):
-    path = write_jsonl(
-        tmp_path / "a.jsonl",
-        [{"token_ids": list(range(200))}, {"token_ids": [5, 6, 7], "trainable": [False, True, 1]}],
-    )
-    samples, malformed, _ = made_of(path)
-    assert [len(sample.tokens) for sample in samples] == [ROW, 200 - ROW, 3]
-    assert samples[2].tokens.tolist() == [5, 6, 7]
-    assert samples[2].trainable.tolist() == [False, True, True]
-    assert not malformed
+    # All is trained on but what a record says is not.
+    assert [number for number, sample in enumerate(samples) if not sample.trainable.all()] == [4]
+    assert samples[4].trainable.tolist() == [False, True, True]
+    assert [(malformed, count) for _, malformed, count in made] == [([], 4), ([], 1)]
 
 
 def test_a_jobs_results_are_prompts_and_what_was_decoded(tmp_path):
@@ -102,6 +95,7 @@ SHAREGPT = [
 ]
 TOOLS = [{"type": "function", "function": {"name": "count", "parameters": {"to": 3}}}]
 WITH_TOOLS = """\
+{{ mood | default('') }}\
 {%- if tools %}<|im_start|>system
 {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>
 {% endif %}
@@ -122,21 +116,33 @@ def with_tools(tmp_path_factory):
     return SampleMaker(SampleOptions(str(folder), 512))
 
 
-@pytest.mark.parametrize(
-    "record", [{"messages": TURNS}, {"conversations": SHAREGPT}], ids=["messages", "sharegpt"]
-)
-def test_a_system_message_beside_a_conversation_is_its_first(tmp_path, record):
-    records = [
+@pytest.mark.parametrize("format", ["auto", "chat"])
+def test_sharegpt_conversations_are_the_same_and_a_system_message_beside_one_is_its_first(
+    tmp_path, format
+):
+    named = [{"from": "system", "value": SYSTEM["content"]}, *SHAREGPT]
+    with_system = [
         {"messages": [SYSTEM, *TURNS]},
-        {**record, "system": "Be brief."},
+        {"conversations": named},
+        {"messages": TURNS, "system": "Be brief."},
+        {"conversations": SHAREGPT, "system": "Be brief."},
         {"messages": [SYSTEM, *TURNS], "system": "Be brief."},
-        {**record, "system": ""},
-        {"messages": TURNS},
     ]
-    samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records))
-    tokens = [sample.tokens.tolist() for sample in samples]
-    assert tokens[0] == tokens[1] == tokens[2] != tokens[3] == tokens[4]
-    assert not malformed
+    without = [
+        {"messages": TURNS},
+        {"conversations": SHAREGPT},
+        {"messages": TURNS, "system": ""},
+        {"conversations": SHAREGPT, "system": ""},
+    ]
+    # A format that is asked for reads that key only.
+    bad = [{"text": "a"}, {"token_ids": [1]}] if format == "chat" else []
+    maker = SampleMaker(dataclasses.replace(MAKER.options, format=format))
+    path = write_jsonl(tmp_path / "a.jsonl", [*with_system, *without, *bad])
+    samples, malformed, _ = made_of(path, maker)
+    made = [(sample.tokens.tolist(), sample.trainable.tolist()) for sample in samples]
+    assert made == [made[0]] * len(with_system) + [made[-1]] * len(without)
+    assert made[0] != made[-1]
+    assert [what.reason for what in malformed] == ["missing key"] * len(bad)
 
 
 def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(tmp_path, with_tools):
@@ -150,6 +156,7 @@ def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(tmp
         {"messages": TURNS, "tools": {"name": "count"}},
         {"messages": TURNS, "chat_template_kwargs": {"tokenize": True}},
         {"messages": TURNS, "chat_template_kwargs": "mood"},
+        {"messages": TURNS, "chat_template_kwargs": {"mood": "two"}},
     ]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     samples, malformed, _ = made_of(path, with_tools)
@@ -158,8 +165,8 @@ def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(tmp
     ]
     listed = f"<|im_start|>system\n{json.dumps(TOOLS[0])}<|im_end|>\n"
     assert texts[1] == texts[2] == listed + texts[0]
-    assert texts[3] == texts[4] == texts[0]
-    assert [sample.trainable.sum() for sample in samples] == [samples[0].trainable.sum()] * 5
+    assert texts[3:] == [texts[0], texts[0], "two" + texts[0]]
+    assert [sample.trainable.sum() for sample in samples] == [samples[0].trainable.sum()] * 6
     assert [(what.line, what.reason) for what in malformed] == [
         (6, "wrong type"),
         (7, "wrong type"),
@@ -171,17 +178,6 @@ def test_tools_and_template_variables_are_in_the_text_or_the_record_is_named(tmp
     assert len(samples) == 1
     reason = "tools not found in the chat template's text"
     assert [(what.line, what.reason) for what in malformed] == [(2, reason)]
-
-
-def test_a_variable_of_the_template_changes_the_text(tmp_path, with_tools):
-    folder = tmp_path / "tokenizer"
-    shutil.copytree(with_tools.options.tokenizer, folder)
-    (folder / "chat_template.jinja").write_text("{{ mood | default('') }}" + WITH_TOOLS)
-    maker = SampleMaker(SampleOptions(str(folder), 512))
-    records = [{"messages": TURNS}, {"messages": TURNS, "chat_template_kwargs": {"mood": "two"}}]
-    samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", records), maker)
-    plain, moody = (maker.tokenizer.decode(s.tokens, skip_special_tokens=False) for s in samples)
-    assert (moody, malformed) == ("two" + plain, [])
 
 
 def unread_of(path):
@@ -379,16 +375,6 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path):
     assert unread_of(tmp_path / "a.parquet") == [{"id": 3, "other": 3}] * 3
 
 
-def test_a_format_that_is_asked_for_reads_that_key_only(tmp_path):
-    maker = SampleMaker(SampleOptions(str(EMBEDDED), ROW, format="tokens"))
-    path = write_jsonl(
-        tmp_path / "a.jsonl", [{"text": "a", "token_ids": [1]}, {"text": "a"}, {"messages": CHAT}]
-    )
-    samples, malformed, _ = made_of(path, maker)
-    assert len(samples) == 1
-    assert [what.reason for what in malformed] == ["missing key", "missing key"]
-
-
 def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"no tokenizer\.json in this folder"):
         load_tokenizer(tmp_path)
@@ -398,16 +384,6 @@ def test_a_tokenizer_that_does_not_serve_is_refused(tmp_path):
     options = SampleOptions(str(EMBEDDED), ROW, document_end="<|none|>")
     with pytest.raises(InputError, match=r"the tokenizer has no <\|none\|>"):
         made_of(write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}]), SampleMaker(options))
-
-
-def test_sharegpt_conversations_are_the_same_conversations(tmp_path):
-    turns = [{"from": "system", "value": SYSTEM["content"]}, *SHAREGPT]
-    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, {"conversations": turns}])
-    for maker in (MAKER, SampleMaker(SampleOptions(str(EMBEDDED), ROW, format="chat"))):
-        (one, other), malformed, _ = made_of(path, maker)
-        assert one.tokens.tolist() == other.tokens.tolist()
-        assert one.trainable.tolist() == other.trainable.tolist()
-        assert not malformed
 
 
 def test_a_dataset_of_hugging_face_is_read_as_its_records(tmp_path, monkeypatch):

@@ -294,29 +294,6 @@ def test_help_names_every_field(capsys):
         assert named[name].endswith(f"[{default}]")
 
 
-def test_bad_input_is_one_line_and_status_2(asked_for, tmp_path, capsys):
-    assert main(["train", "--config", str(recipe(tmp_path)), "rows=none"]) == 2
-    error = capsys.readouterr().err
-    assert error == "wedlm train: override 'rows=none': rows: expected an integer, not 'none'\n"
-    assert not asked_for
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        (None, "--config"),
-        ("--steps=5", "unrecognized arguments: --steps=5; fields are given as steps=VALUE\n"),
-        ("--row-length", "unrecognized arguments: --row-length; fields are given as row_length="),
-        ("--confg", "unrecognized arguments: --confg; did you mean --config?\n"),
-    ],
-)
-def test_options_that_there_are_not_are_told_as_fields(tmp_path, capsys, option, said):
-    with pytest.raises(SystemExit) as ended:
-        main(["train", *(["--config", str(recipe(tmp_path)), option] if option else [])])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 def test_every_size_of_batch_is_compiled_once_as_the_largest_is(tmp_path, monkeypatch, capsys):
     def compiled(config, topology, sources):
         assert sources == 1
