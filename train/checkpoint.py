@@ -395,14 +395,14 @@ class SaveMeetings:
             return
         failed = self._client.key_value_dir_get(f"{place}/failed/")
         if failed:
-            self.failure = self.sentence({int(name.split("/")[-1]): said for name, said in failed})
+            self.failure = self.sentence({int(name.split("/")[-1]): why for name, why in failed})
 
     def sentence(self, failed: dict[int, str]) -> str:
         """Returns the message about a state: what the storage said to each process that failed."""
         count = self._processes.count
         reasons = [
-            f"host {index} of {count}: {said}" if count > 1 else said
-            for index, said in sorted(failed.items())
+            f"host {index} of {count}: {why}" if count > 1 else why
+            for index, why in sorted(failed.items())
         ]
         return f"the state of step {self._step} could not be written ({'; '.join(reasons)})"
 

@@ -40,20 +40,20 @@ def named_mask_token(folder: Path) -> str | None:
 def choose_mask_token(
     tokenizer: Tokenizer,
     config: ModelConfig,
-    wanted: str | None = None,
+    requested: str | None = None,
     *,
     own: str | None = None,
 ) -> int:
     """Returns the id of the mask token to train with.
 
-    In this order: the token that is wanted; the one that the model was trained with; the
+    In this order: the token that is requested; the one that the model was trained with; the
     tokenizer's own; the first row of the vocabulary that no token uses; a token in `RESERVED`;
     the unknown token, where the tokenizer falls back to bytes and so never produces it.
 
     Args:
       tokenizer: the model's.
       config: the starting model's; its ``mask_token_id`` is None if it has none yet.
-      wanted: a token's text, or an id as digits.
+      requested: a token's text, or an id as digits.
       own: the mask token that the tokenizer names; by default `<|mask|>`, if there is one.
 
     Raises:
@@ -62,8 +62,8 @@ def choose_mask_token(
         reserve.
     """
     own_id = tokenizer.token_to_id(own or DEFAULT_NAME)
-    if wanted is not None:
-        token_id = _wanted_id(tokenizer, config, wanted)
+    if requested is not None:
+        token_id = _requested_id(tokenizer, config, requested)
         _refuse_meaningful(tokenizer, config, token_id, own_id)
         if is_ordinary(tokenizer, token_id):
             raise InputError(
@@ -101,18 +101,18 @@ def is_ordinary(tokenizer: Tokenizer, token_id: int) -> bool:
     return token_id not in added and tokenizer.id_to_token(token_id) is not None
 
 
-def _wanted_id(tokenizer: Tokenizer, config: ModelConfig, wanted: str) -> int:
+def _requested_id(tokenizer: Tokenizer, config: ModelConfig, requested: str) -> int:
     # Digits are an id: as a text they would be a token of ordinary text, which none may be.
-    digits = wanted.isascii() and wanted.isdecimal()
-    token_id = int(wanted) if digits else tokenizer.token_to_id(wanted)
+    digits = requested.isascii() and requested.isdecimal()
+    token_id = int(requested) if digits else tokenizer.token_to_id(requested)
     if token_id is None:
         raise InputError(
-            f"mask token {wanted!r}: the tokenizer has no such token; expected one of its added "
+            f"mask token {requested!r}: the tokenizer has no such token; expected one of its added "
             "tokens, or the id of an unused row"
         )
     if token_id >= config.vocab_size:
         raise InputError(
-            f"mask token {wanted!r}: id {token_id} lies outside the model's vocabulary of "
+            f"mask token {requested!r}: id {token_id} lies outside the model's vocabulary of "
             f"{config.vocab_size:,}"
         )
     return token_id

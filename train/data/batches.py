@@ -345,9 +345,9 @@ def place_rows(
 
     def whole(array: np.ndarray) -> jax.Array:
         def shard(index: Any) -> np.ndarray:
-            wanted = range(shape[1])[index[1]]
-            here = slice(place[wanted[0]], place[wanted[-1]] + 1)
-            return array[index[0], here, index[2]]
+            here = range(shape[1])[index[1]]
+            local_rows = slice(place[here[0]], place[here[-1]] + 1)
+            return array[index[0], local_rows, index[2]]
 
         return jax.make_array_from_callback((*shape[:2], *array.shape[2:]), sharding, shard)
 

@@ -342,8 +342,8 @@ def _varied(message: Message) -> Message:
         return {**message, "content": _unlike(message["content"])}
     last = calls[-1]
     inner = last.get("function", last)
-    said = json.dumps(inner["arguments"], ensure_ascii=False).rstrip('"}] ')
-    other = {**inner, "arguments": {"other": _unlike(said)}}
+    arguments = json.dumps(inner["arguments"], ensure_ascii=False).rstrip('"}] ')
+    other = {**inner, "arguments": {"other": _unlike(arguments)}}
     return {
         **message,
         "tool_calls": [*calls[:-1], {**last, "function": other} if "function" in last else other],

@@ -106,13 +106,13 @@ class SampleMaker:
     @functools.cached_property
     def document_end(self) -> int:
         """Returns the id of the token after each document."""
-        wanted = self.options.document_end or END_OF_TEXT
-        token = self.tokenizer.token_to_id(wanted)
+        name = self.options.document_end or END_OF_TEXT
+        token = self.tokenizer.token_to_id(name)
         if token is None and self.options.document_end is None:
             token = self._codec.eos_token_id
-            wanted = "an end-of-text token; name one with --document-end"
+            name = "an end-of-text token; name one with --document-end"
         if token is None:
-            raise InputError(f"{self.options.tokenizer}: the tokenizer has no {wanted}")
+            raise InputError(f"{self.options.tokenizer}: the tokenizer has no {name}")
         return int(token)
 
     @functools.cached_property
@@ -175,8 +175,8 @@ class SampleMaker:
         that are not read."""
         if isinstance(record, str):
             record = {"text": record}
-        wanted = self.options.format
-        known = [key for key, kind in KEYS.items() if wanted in ("auto", kind)]
+        format = self.options.format
+        known = [key for key, kind in KEYS.items() if format in ("auto", kind)]
         keys = [key for key in known if _has(record, key)]
         if not keys:
             missing = f"no {known[0]!r}" if len(known) == 1 else f"none of {', '.join(known)}"
@@ -249,8 +249,10 @@ class SampleMaker:
         the chat template, or, where there is none, one text, tokenised apart, with its end token.
         """
         if self._codec.has_chat_template:
-            said = (("user", prompt), ("assistant", completion))
-            messages = [{"role": role, "content": content} for role, content in said]
+            messages = [
+                {"role": "user", "content": prompt},
+                {"role": "assistant", "content": completion},
+            ]
             variables = {name: beside[name] for name in BESIDE if name in beside}
             record = {"messages": messages, **variables}
             return self._conversation(Conversation.of_record(record, "messages"), place)

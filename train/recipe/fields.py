@@ -50,8 +50,12 @@ def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -
     Args:
       origin: says where a field's value comes from, by the field's name.
     """
-    for own in dataclasses.fields(section):
-        name, value, said = prefix + own.name, getattr(section, own.name), own.metadata
+    for one_field in dataclasses.fields(section):
+        name, value, limits = (
+            prefix + one_field.name,
+            getattr(section, one_field.name),
+            one_field.metadata,
+        )
         if dataclasses.is_dataclass(value):
             check_fields(value, origin, f"{name}.")
             continue
@@ -59,30 +63,30 @@ def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -
             if dataclasses.is_dataclass(one):
                 check_fields(one, origin, f"{name}[{number}].")
         for one in value if isinstance(value, list) else [value]:
-            if said["choices"] and one not in said["choices"]:
-                expected = _one_of(said["choices"])
+            if limits["choices"] and one not in limits["choices"]:
+                expected = _one_of(limits["choices"])
                 raise InputError(f"{origin(name)}: {name} must be {expected}, not {one!r}")
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
             shown = f"{name}: the share of {key}" if key else name
-            if bound := _broken_bound(said, number):
+            if bound := _broken_bound(limits, number):
                 given = origin(f"{name}.{key}" if key else name)
                 raise InputError(f"{given}: {shown} must be {bound}, not {number}")
 
 
-def _broken_bound(said: Mapping[str, Any], number: Any) -> str | None:
+def _broken_bound(limits: Mapping[str, Any], number: Any) -> str | None:
     """Returns what a field says that a number must be, where it is not; None where it is."""
     if number is None:  # of a field that may be left out
         return None
-    if said["above"] is not None:
-        return None if said["above"] < number < math.inf else f"above {written(said['above'])}"
-    if said["least"] is None:
+    if limits["above"] is not None:
+        return None if limits["above"] < number < math.inf else f"above {written(limits['above'])}"
+    if limits["least"] is None:
         return None
-    if said["least"] <= number <= said["most"] and number < said["below"]:
+    if limits["least"] <= number <= limits["most"] and number < limits["below"]:
         return None
-    if said["most"] < math.inf:
-        return f"{written(said['least'])} to {written(said['most'])}"
-    above = f"at least {written(said['least'])}"
-    return above if said["below"] == math.inf else f"{above} and below {written(said['below'])}"
+    if limits["most"] < math.inf:
+        return f"{written(limits['least'])} to {written(limits['most'])}"
+    above = f"at least {written(limits['least'])}"
+    return above if limits["below"] == math.inf else f"{above} and below {written(limits['below'])}"
 
 
 def _one_of(choices: tuple[str, ...]) -> str:
