@@ -1,6 +1,5 @@
 """A run that begins with a state of another: the same steps, and a folder of its own."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.data import corpus_rows
-from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
+from tests.examples.tiny_run import changed, metric_lines, run_until_killed, tiny_recipe
 from train.loop import train as run_training
 from train.optimizer import schedule_of
 from train.recipe.config import (
@@ -19,18 +18,14 @@ from train.recipe.config import (
     LoraSection,
     ModelSection,
     OptimizerSection,
-    PhaseSection,
 )
 from train.resume import origin_of
 from wedlm_jax.checkpoint.orbax import read_arrays, whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.storage import as_path
 
-ADAMW = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5)
-
-
-def adamw(**changes):
-    return {"optimizer": dataclasses.replace(ADAMW, **changes)}
+ADAMW = OptimizerSection(learning_rate=0.01, warmup_steps=1, average=0.5, schedule="wsd")
+"""A plateau, from which a decay can be branched."""
 
 
 def recipe(output, tokenizer, **changes):
@@ -69,68 +64,46 @@ def assert_same_state(run, other, step):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_branch_with_the_same_recipe_takes_the_same_steps(
-    origin, tokenizer_folder, tmp_path, step, capsys
-):
-    before = files(origin)
-    output = tmp_path / "b"
-    run_training(recipe(output, tokenizer_folder, branch_from=f"{origin}@{step}"))
-    said = capsys.readouterr().out
-    assert f"branched from {origin}@{step}" in said
-    assert "not as" not in said
-    lines = [line for line in metric_lines(origin) if line["step"] > step]
-    assert metric_lines(output) == lines
-    assert run_states(output) == [one for one in (2, 4, 6) if one >= step]
-    for one in run_states(output):
-        assert_same_state(output, origin, one)
-    assert_same_bits(hf_values(output / "hf"), hf_values(origin / "hf"))
-    assert files(origin) == before
-    assert json.loads((output / "origin.json").read_text()) == {"run": str(origin), "step": step}
-
-
-@pytest.mark.full
-def test_a_branch_goes_on_without_the_run_that_it_came_from(
+def test_a_branch_takes_the_same_steps_without_the_run_that_it_came_from(
     origin, tokenizer_folder, tmp_path, capsys
 ):
     """Not even a tokenizer is named; killed before it has written a state of its own making."""
     copy = shutil.copytree(origin, tmp_path / "a")
+    before = files(copy)
     data = DataSection(sources={str(corpus_rows(tokenizer_folder)): 1.0})
-    config = recipe(tmp_path / "b", None, data=data, branch_from=str(copy / "checkpoints" / "4"))
-    run_until_killed(config, 5)
+    config = recipe(tmp_path / "b", None, data=data, branch_from=str(copy / "checkpoints" / "2"))
+    run_until_killed(config, 3)
+    assert files(copy) == before
     shutil.rmtree(copy)
-    capsys.readouterr()
+    told = capsys.readouterr().out
+    assert f"branched from {copy}@2" in told
     run_training(config)
-    assert "resumed from step 4" in capsys.readouterr().out
-    assert metric_lines(tmp_path / "b") == metric_lines(origin)[1:]
-    assert_same_state(tmp_path / "b", origin, 6)
+    told += capsys.readouterr().out
+    assert "resumed from step 2" in told
+    assert "not as" not in told
+    assert metric_lines(tmp_path / "b") == metric_lines(origin)
+    assert run_states(tmp_path / "b") == [2, 4, 6]
+    for step in (2, 4, 6):
+        assert_same_state(tmp_path / "b", origin, step)
+    assert_same_bits(hf_values(tmp_path / "b" / "hf"), hf_values(origin / "hf"))
     # A branch of a branch says where both came from.
     run_training(recipe(tmp_path / "c", None, data=data, branch_from=f"{tmp_path / 'b'}@4"))
+    assert metric_lines(tmp_path / "c") == metric_lines(origin)[1:]
     assert json.loads((tmp_path / "c" / "origin.json").read_text()) == {
         "run": str(tmp_path / "b"),
         "step": 4,
-        "origin": {"run": str(copy), "step": 4},
+        "origin": {"run": str(copy), "step": 2},
     }
 
 
-def test_a_decay_is_branched_from_a_plateau(tokenizer_folder, tmp_path, capsys):
-    plateau = OptimizerSection(learning_rate=0.01, warmup_steps=1, schedule="wsd")
-    run_training(recipe(tmp_path / "a", tokenizer_folder, optimizer=plateau, log_every=1))
-    decay = dataclasses.replace(plateau, decay_steps=3, final_learning_rate=0.0)
-    config = recipe(
-        tmp_path / "b",
-        tokenizer_folder,
-        optimizer=decay,
-        log_every=1,
-        steps=7,
-        branch_from=f"{tmp_path / 'a'}@4",
-        phases=[PhaseSection(from_step=4, rows=4, accumulation=1)],
-    )
-    capsys.readouterr()
+def test_a_decay_is_branched_from_a_plateau(origin, tokenizer_folder, tmp_path, capsys):
+    config = recipe(tmp_path / "b", tokenizer_folder, branch_from=f"{origin}@4", steps=7)
+    decay = ("optimizer.decay_steps=3", "optimizer.final_learning_rate=0")
+    config = changed(config, *decay, "log_every=1")
     run_training(config)
-    said = capsys.readouterr().out
-    assert f"not as in {tmp_path / 'a'}: optimizer.decay_steps was 0, is 3" in said
-    assert "output was" not in said
+    told = capsys.readouterr().out
+    assert f"not as in {origin}: optimizer.decay_steps was 0, is 3" in told
+    assert "output was" not in told
     lines = metric_lines(tmp_path / "b")
     assert [line["step"] for line in lines] == [5, 6, 7]
     rates = [line["learning_rate"] for line in lines]
@@ -139,34 +112,27 @@ def test_a_decay_is_branched_from_a_plateau(tokenizer_folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("state", "changes", "told"),
+    ("state", "override", "sentence"),
     [
-        ("@3", {}, r"has no whole state 3; its states are 2, 4, 6"),
-        ("", {}, r"names no step, as .*a@6 does; its states are 2, 4, 6"),
-        ("/hf@2", {}, r"hf has no whole state of a training run"),
-        ("@6", {}, r"has 6 steps done, and steps is 6"),
-        (
-            "@4",
-            adamw(name="muon"),
-            r"\.name was adamw in .* and is muon .* model\.init_from takes param",
-        ),
-        ("@4", adamw(average=0.0), r"optimizer\.average was 0\.5 in .* and is 0\.0"),
-        ("@4", adamw(first_moment_dtype="bfloat16"), r"\.first_moment_dtype was float32"),
-        (
-            "@4",
-            {"model": ModelSection(architecture={"hidden_size": 32})},
-            r"hidden_size is 32 in the recipe, and 16 in .*model",
-        ),
-        ("@4", {"lora": LoraSection(rank=2)}, r"a began with no adapters.* without branch_from"),
-        ("@4", {"seed": 5}, r"a@4 began with another recipe: seed was 1, is 5; --allow-ch"),
+        ("@3", "seed=1", r"has no whole state 3; its states are 2, 4, 6"),
+        ("", "seed=1", r"names no step, as .*a@6 does; its states are 2, 4, 6"),
+        ("/hf@2", "seed=1", r"hf has no whole state of a training run"),
+        ("@6", "seed=1", r"has 6 steps done, and steps is 6"),
+        ("@4", "optimizer.name=muon", r"\.name was adamw in .* and is muon .* takes param"),
+        ("@4", "optimizer.average=0", r"optimizer\.average was 0\.5 in .* and is 0\.0"),
+        ("@4", "optimizer.first_moment_dtype=bfloat16", r"\.first_moment_dtype was float32"),
+        ("@4", "model.architecture.hidden_size=32", r"is 32 in the recipe, and 16 in .*model"),
+        ("@4", "lora.rank=2", r"a began with no adapters.* without branch_from"),
+        ("@4", "seed=5", r"a@4 began with another recipe: seed was 1, is 5; --allow-ch"),
     ],
 )
 def test_what_cannot_be_branched_is_refused(
-    origin, tokenizer_folder, tmp_path, state, changes, told
+    origin, tokenizer_folder, tmp_path, state, override, sentence
 ):
     before, output = files(origin), tmp_path / "b"
-    with pytest.raises(InputError, match=told):
-        run_training(recipe(output, tokenizer_folder, branch_from=f"{origin}{state}", **changes))
+    config = recipe(output, tokenizer_folder, branch_from=f"{origin}{state}")
+    with pytest.raises(InputError, match=sentence):
+        run_training(changed(config, override))
     assert files(origin) == before
     assert not (output / "config.yaml").exists()
     assert run_states(output) == []
@@ -175,14 +141,10 @@ def test_what_cannot_be_branched_is_refused(
 def test_the_arrays_tell_where_there_is_no_recipe(origin, tokenizer_folder, tmp_path):
     copy = shutil.copytree(origin, tmp_path / "a")
     (copy / "config.yaml").unlink()
-    for changes, told in (
-        (adamw(average=0.0), r"branch_from: .* arrays where .* or optimizer than this recipe's"),
-        (adamw(first_moment_dtype="bfloat16"), r"is float32 where this recipe has bfloat16"),
-    ):
-        with pytest.raises(InputError, match=told):
-            run_training(
-                recipe(tmp_path / "b", tokenizer_folder, branch_from=f"{copy}@4", **changes)
-            )
+    config = recipe(tmp_path / "b", tokenizer_folder, branch_from=f"{copy}@4")
+    config = changed(config, "optimizer.average=0")
+    with pytest.raises(InputError, match=r"branch_from: .* arrays where .* than this recipe's"):
+        run_training(config)
 
 
 def test_a_run_does_not_branch_from_itself(origin, tokenizer_folder):

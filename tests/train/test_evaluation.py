@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from tests.examples.data import EMBEDDED
+from tests.examples.data import EMBEDDED, tokenised, write_jsonl
 from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from train.data.shards import ShardRows, read_manifest
 from train.evaluation import Evaluation, asked_questions, can_decode, drawn_questions, prompts_of
@@ -22,7 +22,6 @@ from train.loop import train as run_training
 from train.program import make_program
 from train.recipe.config import EvaluationSection, OptimizerSection
 from train.start import held_out_rows, recipe_model
-from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.errors import CompilingInterrupted, InputError
@@ -41,31 +40,44 @@ def write_questions(path, said):
         for prompt, one in zip(ASKED, said, strict=False)
     ]
     rows.append({"prompt": ASKED[0], "answer": "nobody says this", "match": "contains"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 def test_a_run_evaluates_on_its_way_and_trains_as_without(
     finished, tokenizer_folder, tmp_path, monkeypatch
 ):
+    """Also when Ctrl-C comes in mid-evaluation: the run stops between two bursts, and saves the
+    state of a step that was due for none."""
     # What the model says when it is trained: the last evaluation must find it right.
     llm = LLM(finished / "hf", dtype="float32")
-    said = llm.generate(list(ASKED), SamplingParams(max_tokens=12))
+    answers = llm.generate(list(ASKED), SamplingParams(max_tokens=12))
     section = EvaluationSection(
         every=2,
         rows=4,
         prompts=2,
         max_tokens=6,
-        questions=str(write_questions(tmp_path / "questions.jsonl", said)),
+        questions=str(write_questions(tmp_path / "questions.jsonl", answers)),
         answer_tokens=12,
     )
-    told, real = [], Evaluation.run
+    config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section)
+    told, run, step, interrupted = [], Evaluation.run, Engine.step, []
 
-    def run(self, parameters, at):
-        return real(self, parameters, lambda text: (told.append(text), at(text)))
+    def told_run(self, parameters, at):
+        return run(self, parameters, lambda text: (told.append(text), at(text)))
 
-    monkeypatch.setattr(Evaluation, "run", run)
-    run_training(tiny_recipe(tmp_path, tokenizer_folder, evaluation=section))
+    def step_with_ctrl_c(*arguments, **named):
+        if not interrupted and len(metric_lines(tmp_path)) == 2:
+            interrupted.append(len(told))
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(*arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluation, "run", told_run)
+        patch.setattr(Engine, "step", step_with_ctrl_c)
+        with pytest.raises(RunStopped, match="stopped after step 2"):
+            run_training(config)
+    assert len(told) == interrupted[0] + 1, "the next look at the request is the last"
+    assert states(tmp_path) == ["2"]
     once = list(dict.fromkeys(told[: told.index("2 of 2 prompts decoded") + 1]))
     assert [text for text in once if text[:4] not in ("0 of", "1 of")] == [
         "compiling the losses on held-out rows",
@@ -75,8 +87,9 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
         "decoding",
         "2 of 2 prompts decoded",
     ]
+    run_training(config)
     assert metric_lines(tmp_path) == metric_lines(finished)
-    lines = [json.loads(line) for line in (tmp_path / "evaluation.jsonl").read_text().splitlines()]
+    lines = evaluations(tmp_path)
     assert [line["step"] for line in lines] == [0, 2, 4]
     for line in lines:
         assert line["ar_perplexity"] == pytest.approx(math.exp(line["ar_loss"]))
@@ -88,36 +101,8 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
         assert line["questions"] == len(ASKED) + 1
     assert lines[2]["ar_loss"] < lines[1]["ar_loss"] < lines[0]["ar_loss"]
     assert lines[2]["question_accuracy"] == len(ASKED) / (len(ASKED) + 1)
-    cut = [one.finish_reason == "length" for one in said]
+    cut = [one.finish_reason == "length" for one in answers]
     assert lines[2]["questions_cut"] == sum(cut) + cut[0]  # the first prompt is asked twice
-
-
-def test_a_run_that_shall_stop_does_not_finish_its_evaluation(
-    finished, tokenizer_folder, tmp_path, monkeypatch
-):
-    """It stops between two bursts, and saves the state of a step that was due for none."""
-    section = EvaluationSection(every=2, rows=2, prompts=2, max_tokens=6)
-    config = tiny_recipe(
-        tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=100, log_every=2
-    )
-    steps, number, real = [], 0, Engine.step
-
-    def step(*arguments, **named):
-        nonlocal number
-        number += 1
-        if states(tmp_path) == [] and (tmp_path / "metrics.jsonl").read_text():
-            steps.append(number)
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(*arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "step", step)
-        with pytest.raises(RunStopped, match="stopped after step 2"):
-            run_training(config)
-    assert len(steps) == 1
-    assert states(tmp_path) == ["2"]
-    run_training(config)
-    assert [line["step"] for line in evaluations(tmp_path)] == [0, 2, 4]
 
 
 class Failed(Exception):
@@ -184,7 +169,15 @@ def test_several_processes_have_a_state_before_they_evaluate(
     monkeypatch.setattr("train.loop.jax_processes", lambda: SimpleNamespace(count=2))
     section = EvaluationSection(every=2, rows=2, prompts=0)
     config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=100)
-    dies_at(monkeypatch, config, 1)
+
+    def run(self, parameters, at):
+        if metric_lines(tmp_path):
+            raise Failed
+        return {"loss": 1.0}
+
+    monkeypatch.setattr(Evaluation, "run", run)
+    with pytest.raises(Failed):
+        run_training(config)
     assert states(tmp_path) == ["2"]
 
 
@@ -272,14 +265,8 @@ def test_a_prompt_is_what_stands_before_the_first_trainable_token():
 
 def test_held_out_rows_are_drawn_by_the_seed_and_not_the_longest(tmp_path):
     folder = tmp_path / "rows"
-    with (tmp_path / "texts.jsonl").open("w") as file:
-        for words in range(1, 61):
-            print(json.dumps({"text": "a " * words}), file=file)
-    sizes = ["--row-length", "64", "--tokenizer", str(EMBEDDED)]
-    assert (
-        main(["tokenize", "--input", f"{tmp_path}/texts.jsonl", "--output", f"{folder}", *sizes])
-        == 0
-    )
+    texts = write_jsonl(tmp_path / "a.jsonl", [{"text": "a " * n} for n in range(1, 61)])
+    tokenised([texts], folder, row_length=64)
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
 
     def held(seed, rows=6):
@@ -287,18 +274,14 @@ def test_held_out_rows_are_drawn_by_the_seed_and_not_the_longest(tmp_path):
         config = tiny_recipe(tmp_path, EMBEDDED, row_length=64, evaluation=section)
         return held_out_rows(config, tokenizer, 0)
 
-    def samples(rows):
-        return int(rows["segment_ids"].max(axis=1).sum())
-
-    every = held(0, rows=1000)
     first = ShardRows(folder, read_manifest(folder), 0)
-    longest = sum(int(first[i]["segment_ids"].max()) for i in range(6))
-    assert len(every["tokens"]) == len(first) > 12
+    assert len(held(0, rows=1000)["tokens"]) == len(first) > 12
     drawn = held(0)
     np.testing.assert_array_equal(drawn["tokens"], held(0)["tokens"])
     assert not np.array_equal(drawn["tokens"], held(1)["tokens"])
     # The first rows hold one long text each, and others several short ones.
-    assert longest == 6 < samples(drawn)
+    assert [int(first[i]["segment_ids"].max()) for i in range(6)] == [1] * 6
+    assert drawn["segment_ids"].max(axis=1).sum() > 6
 
 
 def write(path, count):
@@ -312,8 +295,7 @@ def write(path, count):
         }
         for i in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(path, rows)
 
 
 def section(path, **changes):
@@ -335,37 +317,19 @@ def test_some_are_drawn_by_the_seed_regime_by_regime(tmp_path):
     assert drawn_questions(none) == drawn_questions(EvaluationSection(every=2)) == []
 
 
-def test_a_bad_file_is_refused_before_anything_is_made(tmp_path):
-    path = write(tmp_path / "questions.jsonl", 3)
-    with path.open("a") as file:
-        file.write('{"prompt": "x", "anwser": 1}\n')
-    for name, told in (
-        (str(path), r"evaluation\.questions: .*line 4: unknown field 'anwser'; did you mean"),
-        ("none.jsonl", r"evaluation\.questions: none\.jsonl: no such file"),
-        ("gs://bucket/q.jsonl", r"gs://bucket/q\.jsonl: evaluation\.questions cannot be in"),
-    ):
-        evaluation = section(Path("unused"))
-        evaluation.questions = name
-        config = tiny_recipe(tmp_path / "run", tmp_path / "no tokenizer", evaluation=evaluation)
-        with pytest.raises(InputError, match=told):
-            run_training(config)
-    assert not (tmp_path / "run").exists()
-
-
 def asked(path, tokenizer, room=256, **changes):
     config = tiny_recipe("unused", None, evaluation=section(path, **changes))
     return asked_questions(config, drawn_questions(config.evaluation), tokenizer, room)
 
 
 def test_a_prompt_without_room_is_refused_by_line(tmp_path, tokenizer_folder):
-    path = write(tmp_path / "questions.jsonl", 2)
-    with path.open("a") as file:
-        file.write(json.dumps({"prompt": "long " * 300, "answer": "x"}) + "\n")
-    with pytest.raises(InputError, match=r"line 3: .*answer_tokens=8 do not fit .* of 256"):
-        asked(path, tokenizer_folder)
-    path.write_text('{"prompt": "", "answer": "x"}\n')
-    with pytest.raises(InputError, match="line 1: prompt: expected at least one token"):
-        asked(path, tokenizer_folder)
+    for prompt, sentence in (
+        ("long " * 300, r"line 1: .*answer_tokens=8 do not fit .* of 256"),
+        ("", "line 1: prompt: expected at least one token"),
+    ):
+        path = write_jsonl(tmp_path / "questions.jsonl", [{"prompt": prompt, "answer": "x"}])
+        with pytest.raises(InputError, match=sentence):
+            asked(path, tokenizer_folder)
 
 
 class Parrot:

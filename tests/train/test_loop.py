@@ -31,7 +31,7 @@ from train.recipe.config import ModelSection, OptimizerSection
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.config import read_config_json
-from wedlm_jax.errors import TERMINATED, InputError
+from wedlm_jax.errors import TERMINATED
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -83,7 +83,8 @@ def test_a_run_says_what_its_model_is(finished, tmp_path):
 
 
 def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder, tmp_path):
-    first = tiny_recipe(tmp_path / "ar", tokenizer_folder, objective="ar", steps=2)
+    first = tiny_recipe(tmp_path / "ar", tokenizer_folder, objective="ar", steps=1)
+    first.optimizer.warmup_steps = 0
     exported = run_training(first)
     names = set(metric_lines(tmp_path / "ar")[0])
     groups = ("embedding", "attention", "mlp", "norms")
@@ -119,36 +120,7 @@ def test_wedlm_training_continues_an_ar_checkpoint(tokenizer_folder, tmp_path):
     assert_same_bits(hf_values(folder), values)
 
 
-def test_rows_that_the_devices_do_not_share_evenly_are_refused(
-    tmp_path, tokenizer_folder, monkeypatch
-):
-    on_devices(monkeypatch, 8)
-    with pytest.raises(InputError, match="rows = 2 is not divisible by data 1 x fsdp 8"):
-        run_training(tiny_recipe(tmp_path, tokenizer_folder))
-
-
 LIMIT_S = 300
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
-)
-def test_sigterm_and_ctrl_c_save_and_the_run_goes_on_from_there(
-    finished, tokenizer_folder, tmp_path, monkeypatch, capsys, number
-):
-    config = tiny_recipe(tmp_path, tokenizer_folder)
-    before = signal.getsignal(number)
-    with monkeypatch.context() as patch:
-        call_before_step(patch, 1, lambda: os.kill(os.getpid(), number))
-        with pytest.raises(RunStopped, match="stopped after step 2") as stopped:
-            run_training(config)
-    assert stopped.value.status == 128 + number
-    assert signal.getsignal(number) is before
-    capsys.readouterr()
-    run_training(config)
-    assert "resumed from step 2" in capsys.readouterr().out
-    assert metric_lines(tmp_path) == metric_lines(finished)
-    assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
 
 
 def test_a_second_ctrl_c_does_not_wait(capsys):
@@ -164,25 +136,31 @@ def test_a_second_ctrl_c_does_not_wait(capsys):
     ]
 
 
-def test_a_killed_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
-    finished, tokenizer_folder, tmp_path, capsys
+def test_a_stopped_run_with_a_damaged_checkpoint_goes_on_from_the_one_before(
+    finished, tokenizer_folder, tmp_path, monkeypatch, capsys
 ):
     config = tiny_recipe(tmp_path, tokenizer_folder, checkpoint_every=1)
-    run_until_killed(config, 3)
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        call_before_step(patch, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(RunStopped, match="stopped after step 2") as stopped:
+            run_training(config)
+    assert stopped.value.status == TERMINATED
+    assert signal.getsignal(signal.SIGTERM) is before
     assert not (tmp_path / "hf").exists()
-    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2, 3]
-    flip(biggest_file(tmp_path / "checkpoints" / "3"))
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2]
+    flip(biggest_file(tmp_path / "checkpoints" / "2"))
     capsys.readouterr()
     run_training(config)
-    said = capsys.readouterr().out
-    assert "is set aside" in said
+    told = capsys.readouterr().out
+    assert "is set aside" in told
     [source] = config.data.sources
     rows = read_manifest(Path(source)).rows
-    epochs = f"{16 / rows:.2f} epochs of {rows} rows in the whole run, {8 / rows:.2f} done"
-    assert f"{source}: {epochs}" in said
+    epochs = f"{16 / rows:.2f} epochs of {rows} rows in the whole run, {4 / rows:.2f} done"
+    assert f"{source}: {epochs}" in told
     epochs = [line[f"epoch/{source}"] for line in metric_lines(tmp_path)]
     assert epochs == [round(4 * step / rows, 4) for step in (1, 2, 3, 4)]
-    assert "resumed from step 2" in said
+    assert "resumed from step 1" in told
     assert metric_lines(tmp_path) == metric_lines(finished)
     assert_same_bits(hf_values(tmp_path / "hf"), hf_values(finished / "hf"))
 
