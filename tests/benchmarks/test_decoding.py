@@ -88,6 +88,7 @@ def test_a_forward_is_compared_with_its_products(checkpoint, questions, tmp_path
         assert request["less a decode forward"] == pytest.approx(ms)
 
 
+@pytest.mark.full
 def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.gaps, "SHORTEST", 0.0)
     monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward a burst
