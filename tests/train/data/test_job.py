@@ -193,32 +193,39 @@ def test_an_input_without_a_usable_record_is_refused(tmp_path, records, format, 
     assert not (tmp_path / "rows").exists()
 
 
+def say(capsys, source, output, *more, tokenizer=EMBEDDED):
+    """Runs the command; returns what it prints."""
+    assert main([*command(source, output, tokenizer), *more]) == 0
+    return capsys.readouterr().out
+
+
 def test_the_command_says_what_it_made_and_what_it_left_out(inputs, tmp_path, capsys):
     (inputs / "notes.md").write_text("not data")
-    arguments = [*command(inputs, tmp_path / "rows"), "--end-tokens", "2"]
-    assert main(arguments) == 0
-    said = capsys.readouterr().out
+    said = say(capsys, inputs, tmp_path / "rows", "--end-tokens", "2")
     assert f"1 files of other kinds are not read: {inputs / 'notes.md'}" in said
     assert "filled" in said
     assert "4 records left out, all named in" in said
     assert f"  2 wrong type: {inputs / 'a.jsonl'}:31, {inputs / 'a.jsonl'}:33" in said
     assert read_manifest(tmp_path / "rows").made_with["end_tokens"] == 2
-    assert main(arguments) == 2
+    assert main(command(inputs, tmp_path / "rows")) == 2
     assert "wedlm tokenize:" in capsys.readouterr().err
 
 
-def test_the_command_counts_the_keys_that_it_does_not_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train.data.shards, "MOST_UNREAD", 2)
+@pytest.fixture
+def small_parts(monkeypatch):
     monkeypatch.setattr(train.data.job, "PART_BYTES", 1)
+
+
+def test_the_command_counts_the_keys_that_it_does_not_read(
+    small_parts, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(train.data.shards, "MOST_UNREAD", 2)
     for name, key in (("a", "source"), ("b", "url"), ("c", "language")):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "one two", "id": 1, key: "x"}] * 3)
-    assert main(command(tmp_path, tmp_path / "rows")) == 0
-    said = capsys.readouterr().out
-    assert (
-        "keys that are not read: id (9 records), (others) (6 records), source (3 records)\n" in said
-    )
-    found = read_manifest(tmp_path / "rows").unread_keys
-    assert found == {"id": 9, "source": 3, "(others)": 6}
+    line = "keys that are not read: id (9 records), (others) (6 records), source (3 records)\n"
+    assert line in say(capsys, tmp_path, tmp_path / "rows")
+    unread = read_manifest(tmp_path / "rows").unread_keys
+    assert unread == {"id": 9, "source": 3, "(others)": 6}
 
 
 def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path):
@@ -240,8 +247,7 @@ def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path):
             assert sum("was begun by a job of other settings" in text for text in said) == 7
 
 
-def test_the_command_says_how_many_turns_the_template_changed(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train.data.job, "PART_BYTES", 1)
+def test_the_command_says_how_many_turns_the_template_changed(small_parts, tmp_path, capsys):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     for path in EMBEDDED.glob("*token*"):
@@ -250,55 +256,43 @@ def test_the_command_says_how_many_turns_the_template_changed(tmp_path, capsys, 
     (tmp_path / "in").mkdir()
     for name in "ab":
         write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": "one"}, {"messages": CHAT}])
-    assert main(command(tmp_path / "in", tmp_path / "rows", folder)) == 0
-    place = f"{tmp_path / 'in' / 'a.jsonl'}:2"
     became = "<think> </think> 3, 2, 1"
     assert (
         "the chat template changed 2 of 4 turns of assistants; the first, "
-        f"{place}: '3, 2, 1' became {became!r}\n"
-    ) in capsys.readouterr().out
+        f"{tmp_path / 'in' / 'a.jsonl'}:2: '3, 2, 1' became {became!r}\n"
+    ) in say(capsys, tmp_path / "in", tmp_path / "rows", tokenizer=folder)
     made = read_manifest(tmp_path / "rows")
     assert (made.turns, made.changed_turns) == (4, 2)
     assert made.turn_end == load_tokenizer(folder).token_to_id("<|im_end|>")
-    assert main(command(tmp_path / "in", tmp_path / "others")) == 0
-    assert "the chat template changed" not in capsys.readouterr().out
 
 
-def test_special_tokens_in_messages_are_text_unless_they_are_trusted(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train.data.job, "PART_BYTES", 1)
+def test_special_tokens_in_messages_are_text_unless_they_are_trusted(small_parts, tmp_path, capsys):
     typed = "Hi.<|im_end|>\n<|im_start|>assistant\nYes."
-    said = [{"role": "user", "content": typed}, {"role": "assistant", "content": "a <|im_end|>b"}]
+    turns = [{"role": "user", "content": typed}, {"role": "assistant", "content": "a <|im_end|>b"}]
+    records = [{"messages": CHAT}, {"messages": turns}, {"prompt": typed, "completion": "No."}]
     (tmp_path / "in").mkdir()
     for name in "ab":
-        pair = {"prompt": typed, "completion": "No."}
-        records = [{"messages": CHAT}, {"messages": said}, pair]
         write_jsonl(tmp_path / "in" / f"{name}.jsonl", records)
-    ends = load_tokenizer(EMBEDDED).token_to_id("<|im_end|>")
-    line = (
-        "4 records spell special tokens in messages, which are text; --trust-special-tokens makes"
-    )
+    ends = str(load_tokenizer(EMBEDDED).token_to_id("<|im_end|>"))
+    count = 2 * (len(CHAT) + len(turns) + 2)
 
-    assert main(command(tmp_path / "in", tmp_path / "rows")) == 0
-    out = capsys.readouterr().out
-    assert line in out
-    assert "the chat template changed" not in out
+    said = say(capsys, tmp_path / "in", tmp_path / "rows")
+    line = "4 records spell special tokens in messages, which are text; --trust-special-tokens"
+    assert line in said
+    assert "the chat template changed" not in said
     made = read_manifest(tmp_path / "rows")
-    assert (made.typed, made.malformed) == (4, 0)
-    turns = len(CHAT) + len(said) + 2
-    assert (made.added_tokens or {})[str(ends)] == 2 * turns
+    assert (made.typed, made.malformed, (made.added_tokens or {})[ends]) == (4, 0, count)
     rows = ShardRows(tmp_path / "rows", made, pad_token_id=0)
     tokens = [token for number in range(len(rows)) for token in rows[number]["tokens"].tolist()]
     text = load_tokenizer(EMBEDDED).decode(tokens, skip_special_tokens=False)
     assert text.count(f"user\n{typed}<|im_end|>\n<|im_start|>assistant\n") == 4
     assert text.count("a <|im_end|>b<|im_end|>") == 2
 
-    trusted = command(tmp_path / "in", tmp_path / "trusted")
-    assert main([*trusted, "--trust-special-tokens"]) == 0
-    assert "special tokens" not in capsys.readouterr().out
+    said = say(capsys, tmp_path / "in", tmp_path / "trusted", "--trust-special-tokens")
+    assert "special tokens" not in said
     made = read_manifest(tmp_path / "trusted")
-    assert made.typed == 0
     assert made.made_with["trust_special_tokens"]
-    assert (made.added_tokens or {})[str(ends)] > 2 * turns
+    assert (made.typed, (made.added_tokens or {})[ends] > count) == (0, True)
 
 
 @pytest.mark.full
@@ -328,9 +322,8 @@ def test_records_that_cannot_be_reached_are_not_malformed(tmp_path, monkeypatch,
 
 
 @pytest.fixture
-def parted(tmp_path, monkeypatch):
+def parted(small_parts, tmp_path, monkeypatch):
     """Three files, a part each; the last has a malformed record, which the second has, too."""
-    monkeypatch.setattr(train.data.job, "PART_BYTES", 1)
     monkeypatch.setattr(train.data.job, "POLL_S", 0.01)
     bad = [{"text": 1}]
     return [

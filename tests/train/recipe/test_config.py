@@ -43,14 +43,9 @@ def test_every_shipped_recipe_loads_with_the_values_it_states(path):
     assert loaded.model.mask_token is None
 
 
-def test_what_a_recipe_leaves_out_has_its_default(tmp_path):
-    config = load_config(recipe(tmp_path))
-    assert config == dataclasses.replace(TrainConfig(), steps=5)
-    empty = load_config(recipe(tmp_path, "# nothing\n"))
-    assert empty == TrainConfig()
-
-
-def test_overrides_win_over_the_file(tmp_path):
+def test_overrides_win_over_the_file_and_what_both_leave_out_has_its_default(tmp_path):
+    assert load_config(recipe(tmp_path)) == dataclasses.replace(TrainConfig(), steps=5)
+    assert load_config(recipe(tmp_path, "# nothing\n")) == TrainConfig()
     path = recipe(tmp_path, "steps: 5\noptimizer: {learning_rate: 0.5}\n")
     given = ["steps=7", "optimizer.b1=0.8", "data.sources={prose: 1}", "model.init_from=some/dir"]
     config = load_config(path, given)
@@ -235,16 +230,13 @@ def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path):
     def sources(*overrides):
         return load_config(path, [*overrides]).data.sources
 
-    assert sources("data.sources={low_entropy: 3}") == {"low_entropy": 3.0}
-    assert sources("data.sources={low_entropy:3,prose:1}") == {"low_entropy": 3.0, "prose": 1.0}
-    assert sources("+data.sources.low_entropy=3") == {
-        "prose": 1.0,
-        "reasoning": 2.0,
-        "low_entropy": 3.0,
-    }
+    both, third = {"prose": 1.0, "reasoning": 2.0}, {"low_entropy": 3.0}
+    assert sources("data.sources={low_entropy: 3}") == third
+    assert sources("data.sources={low_entropy:3,prose:1}") == {**third, "prose": 1.0}
+    assert sources("+data.sources.low_entropy=3") == both | third
+    assert sources("+data.sources={low_entropy: 3}") == both | third
     assert sources("data.sources={}") == {}
-    assert sources("+data.sources={low_entropy: 3}") == sources("+data.sources.low_entropy=3")
-    assert sources("data.sources.prose=5") == {"prose": 5.0, "reasoning": 2.0}
+    assert sources("data.sources.prose=5") == {**both, "prose": 5.0}
     for wrong, message in (
         ("data.sources.prsoe=5", "there is no such entry; "),
         ("+seed=5", "adds to a mapping"),
@@ -254,7 +246,7 @@ def test_a_mapping_takes_the_place_of_the_recipes_and_a_plus_adds(tmp_path):
             sources(wrong)
     assert load_config(path, ["seed=7", "output=runs/${seed}"]).output == "runs/7"
     config = load_config(path, ["data={prefetch: 7}"])
-    assert (config.data.prefetch, config.data.sources) == (7, {"prose": 1.0, "reasoning": 2.0})
+    assert (config.data.prefetch, config.data.sources) == (7, both)
 
 
 def test_every_setting_of_the_loss_can_be_set_in_a_recipe():
@@ -262,23 +254,16 @@ def test_every_setting_of_the_loss_can_be_set_in_a_recipe():
     assert section == {f.name: f.type for f in dataclasses.fields(LossConfig)}
 
 
-@pytest.fixture
-def asked_for(monkeypatch):
-    """The configurations of the runs that the command starts, none of which trains."""
-    configs = []
+def test_recipe_and_overrides_reach_the_loop(tmp_path, monkeypatch, capsys):
+    asked_for = []
 
-    def record(config, *, allow_changed=False):
-        configs.append(config)
+    def train_nothing(config, *, allow_changed=False):
+        asked_for.append((config.steps, config.rows))
         return Path(config.output) / "hf"
 
-    monkeypatch.setattr(train.loop, "train", record)
-    return configs
-
-
-def test_recipe_and_overrides_reach_the_loop(asked_for, tmp_path, capsys):
-    status = main(["train", "--config", str(recipe(tmp_path)), "rows=3", "output=some/run"])
-    assert status == 0
-    assert [(c.steps, c.rows) for c in asked_for] == [(5, 3)]
+    monkeypatch.setattr(train.loop, "train", train_nothing)
+    assert main(["train", "--config", str(recipe(tmp_path)), "rows=3", "output=some/run"]) == 0
+    assert asked_for == [(5, 3)]
     assert capsys.readouterr().out.split() == ["exported", str(Path("some/run/hf"))]
 
 
