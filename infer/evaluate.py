@@ -467,14 +467,14 @@ def main(arguments: list[str]) -> int:
         from infer.harness.command import run_tasks
 
         return run_tasks(options)
-    own = options["questions"] is not None
+    is_users = options["questions"] is not None
     regimes = read_questions(
-        Path(options["questions"] if own else EMBEDDED_QUESTIONS),
+        Path(options["questions"] if is_users else EMBEDDED_QUESTIONS),
         match=options["match"],
         chat=options["chat"],
     )
-    options.setdefault("max_tokens", OWN_MAX_TOKENS if own else MAX_TOKENS)
-    samples = options["samples"] or (None if own else SAMPLES)
+    options.setdefault("max_tokens", OWN_MAX_TOKENS if is_users else MAX_TOKENS)
+    samples = options["samples"] or (None if is_users else SAMPLES)
     chosen = [questions[:samples] for questions in regimes.values()]
     _compare(options, chosen)
     return 0

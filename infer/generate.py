@@ -407,6 +407,6 @@ def _print_logprobs(llm: LLM, completion: Completion) -> None:
         text = llm.codec.decode([token_id]) or llm.tokenizer.convert_ids_to_tokens(token_id)
         return repr(text)
 
-    for token_id, said in zip(completion.token_ids, completion.logprobs or [], strict=True):
-        top = "  ".join(f"{shown(other)} {value:.2f}" for other, value in said.top)
-        print(f"{said.logprob:8.3f}  {shown(token_id):<16} {top}".rstrip(), file=sys.stderr)
+    for token_id, found in zip(completion.token_ids, completion.logprobs or [], strict=True):
+        top = "  ".join(f"{shown(other)} {value:.2f}" for other, value in found.top)
+        print(f"{found.logprob:8.3f}  {shown(token_id):<16} {top}".rstrip(), file=sys.stderr)

@@ -169,14 +169,14 @@ class Rival:
 
         longest = max(map(len, prompts))
         ids = torch.zeros((len(prompts), longest), dtype=torch.long)
-        there = torch.zeros_like(ids)
+        attended = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            there[row, longest - len(prompt) :] = 1
+            attended[row, longest - len(prompt) :] = 1
         with torch.inference_mode():
             out = self._model.generate(
                 input_ids=ids,
-                attention_mask=there,
+                attention_mask=attended,
                 max_new_tokens=max_tokens,
                 do_sample=False,
                 use_cache=True,

@@ -171,14 +171,14 @@ def empty(completion: Completion, llm: LLM) -> str | None:
 def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:
     """Formats what an answer took as a line."""
     tokens = len(completion.token_ids)
-    said = (
+    line = (
         f"[{counted(tokens, 'token')}, {completion.tokens_per_forward:.2f} tokens per forward, "
         f"{tokens / max(seconds, 1e-9):.0f} tokens/s, {completion.num_cached_tokens} cached"
     )
     reason = "stopped" if stopped and completion.finish_reason is None else ""
     if completion.finish_reason == "length":
         reason = "cut at its longest"
-    return f"{said}, {reason}]" if reason else f"{said}]"
+    return f"{line}, {reason}]" if reason else f"{line}]"
 
 
 def _tell(text: str) -> None:

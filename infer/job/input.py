@@ -27,10 +27,10 @@ from infer.job.prompt_record import (
     PROMPT_KINDS,
     BatchRecord,
     Content,
-    Own,
+    Extra,
     RecordId,
+    extra_fields,
     is_envelope,
-    own_fields,
     prepared_record,
     record_fields,
     record_id,
@@ -215,7 +215,7 @@ def _is_pipe(name: str) -> bool:
 
 TELL_EVERY = 2**18
 """Records between two reports of progress."""
-MOST_OWN_KEYS = 100
+MOST_EXTRA_KEYS = 100
 """Names of unknown keys that are remembered at most, for the message about them."""
 
 
@@ -249,7 +249,7 @@ class RecordIndex:
       shards: in order.
       repeated: int64 ``[R]``, sorted: numbers of records whose id an earlier one has.
       originals: int64 ``[R]``: the numbers of these earlier ones.
-      own_keys: keys that the output repeats; at most `MOST_OWN_KEYS`.
+      extra_keys: keys that the output repeats; at most `MOST_EXTRA_KEYS`.
     """
 
     records: int
@@ -259,7 +259,7 @@ class RecordIndex:
     shards: tuple[Shard, ...]
     repeated: np.ndarray
     originals: np.ndarray
-    own_keys: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
 
     def original(self, number: int) -> int | None:
         """Returns the number of the first record with the same id; None if that is this one."""
@@ -281,13 +281,13 @@ def build_index(
       files: in the order of their records.
       shard_size: records per shard.
       tell: called now and then with the number of records read so far.
-      columns: for Parquet output, collects the types of ids and own keys.
+      columns: for Parquet output, collects the types of ids and extra keys.
 
     Raises:
       InputError: a file cannot be read; its first record has a key of the output; or the values
-        of an own key do not fit into a column.
+        of an extra key do not fit into a column.
     """
-    own_keys: dict[str, None] = {}
+    extra_keys: dict[str, None] = {}
     begins: list[Place] = []
     ids = array("Q")
     contents: list[list[str]] = []
@@ -295,7 +295,7 @@ def build_index(
     for number, file in enumerate(files):
         digest = hashlib.sha256()
         sizes.append(file_size(file))
-        for place, claim in _claims(file, number, digest, ids, own_keys, columns):
+        for place, claim in _claims(file, number, digest, ids, extra_keys, columns):
             if len(ids) % shard_size == 0:
                 begins.append(place)
             ids.append(_id_digest(claim))
@@ -318,7 +318,7 @@ def build_index(
         shards=shards,
         repeated=repeated,
         originals=originals[repeated],
-        own_keys=tuple(own_keys),
+        extra_keys=tuple(extra_keys),
     )
 
 
@@ -327,18 +327,18 @@ def _claims(
     number: int,
     digest: Digest,
     ids: Sequence[int],
-    own_keys: dict[str, None],
+    extra_keys: dict[str, None],
     columns: Columns | None,
 ) -> Iterator[tuple[Place, tuple[str, Any]]]:
-    """Yields the place and the claimed id of each record of a file; collects own keys.
+    """Yields the place and the claimed id of each record of a file; collects extra keys.
 
     A record claims the id that it has, or its number if it is an object without one, whatever else
     may be wrong with it. Anything else claims an id that no other record can have.
     """
 
-    def collect(own: Iterable[str]) -> None:
-        if len(own_keys) < MOST_OWN_KEYS:
-            own_keys.update(dict.fromkeys(key for key in own if key not in OUTPUT_KEYS))
+    def collect(extra: Iterable[str]) -> None:
+        if len(extra_keys) < MOST_EXTRA_KEYS:
+            extra_keys.update(dict.fromkeys(key for key in extra if key not in OUTPUT_KEYS))
 
     if file.kind == PARQUET:
         names = column_names(file.path, file.shown)
@@ -360,12 +360,12 @@ def _claims(
             fields = record_fields(content)
             claim = "id", record_id(fields, len(ids))
         if fields is not None:
-            own = own_fields(fields)
+            extra = extra_fields(fields)
             if is_first:  # the others will have the same keys
-                refuse_output_keys(own, where)
-            collect(own)
+                refuse_output_keys(extra, where)
+            collect(extra)
             if columns is not None:
-                _add_types(columns, fields, own, claim, where)
+                _add_types(columns, fields, extra, claim, where)
         yield place, claim
         is_first = False
 
@@ -373,7 +373,7 @@ def _claims(
 def _add_types(
     columns: Columns,
     fields: Mapping[str, Any],
-    own: Mapping[str, Any],
+    extra: Mapping[str, Any],
     claim: tuple[str, Any],
     where: str,
 ) -> None:
@@ -383,7 +383,7 @@ def _add_types(
             "which has no columns; give --output a .jsonl file"
         )
     with contextlib.suppress(TooDeep):  # a bad record, of which nothing is passed on
-        values = {key: as_json(value) for key, value in own.items() if key not in OUTPUT_KEYS}
+        values = {key: as_json(value) for key, value in extra.items() if key not in OUTPUT_KEYS}
         columns.add(values | ({"id": claim[1]} if claim[0] == "id" else {}), where)
 
 
@@ -401,13 +401,13 @@ class Record:
       number: its number in the whole input, from 0.
       place: where it begins.
       id: None if it could not be read.
-      own: what the output repeats of it.
+      extra: what the output repeats of it.
     """
 
     number: int
     place: Place
     id: RecordId | None = None
-    own: Own = dataclasses.field(default_factory=dict)
+    extra: Extra = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -462,14 +462,14 @@ class Workload:
         return cast(Iterator[tuple[Place, Content]], records)
 
     def prepare(self, llm: LLM, record: Record, content: Content) -> Prepared | Windowed:
-        """Checks a record and tokenizes its prompt; gives the record its id and its own keys, as
+        """Checks a record and tokenizes its prompt; gives the record its id and its extra keys, as
         far as they can be read."""
         fields = record_fields(content)
         if is_envelope(fields):
-            record.own = BatchRecord(fields)
+            record.extra = BatchRecord(fields)
         record.id = record_id(fields, record.number)
-        if not isinstance(record.own, BatchRecord):
-            record.own = as_json(own_fields(fields))
+        if not isinstance(record.extra, BatchRecord):
+            record.extra = as_json(extra_fields(fields))
         if (original := self.index.original(record.number)) is not None:
             raise InputError(
                 f"duplicate id: record {original + 1} has it (one without an id has its "
@@ -478,12 +478,12 @@ class Workload:
         assert self.params.seed is not None
         seed = record_seed(self.params.seed, record.id)
         params = dataclasses.replace(self.params, seed=seed)
-        if isinstance(record.own, BatchRecord):
-            return record.own.prepare(llm, params)
-        refuse_output_keys(record.own)
+        if isinstance(record.extra, BatchRecord):
+            return record.extra.prepare(llm, params)
+        refuse_output_keys(record.extra)
         prompt = prepared_record(llm, fields, params, chat=self.chat)
         if self.prompt_token_ids:
-            record.own = {"prompt_token_ids": list(prompt[0]), **record.own}
+            record.extra = {"prompt_token_ids": list(prompt[0]), **record.extra}
         return prompt
 
     def check_all(self, llm: LLM) -> None:
@@ -501,4 +501,4 @@ class Workload:
 
     def error_record(self, record: Record, reason: str) -> dict[str, Any]:
         file = self.files[record.place.file].name if len(self.files) > 1 else None
-        return error_record(record.id, reason, record.place.line, file, record.own)
+        return error_record(record.id, reason, record.place.line, file, record.extra)

@@ -251,8 +251,8 @@ class Job:
         index = build_index(files, self.shard_size(), tell, self.columns)
         if not index.records:
             raise InputError(f"{self.source.shown}: has no records")
-        if own := index.own_keys:
-            names = [shortened(name, 60) for name in own]
+        if extra := index.extra_keys:
+            names = [shortened(name, 60) for name in extra]
             self.say(f"keys that are not read, and passed on to the output: {', '.join(names)}")
             for hint in filter(None, map(hint_of, names)):
                 self.say(hint)
@@ -366,7 +366,7 @@ def finish(folder: ShardFolder, run: dict[str, Any], columns: Columns | None = N
 
     Args:
       run: what `STATS` says about the run that finished the job.
-      columns: types of ids and own keys, for Parquet; None for JSONL.
+      columns: types of ids and extra keys, for Parquet; None for JSONL.
 
     Raises:
       InputError: a shard is not what its manifest says, or the output cannot be written.

@@ -82,7 +82,7 @@ def is_envelope(fields: Mapping[str, Any]) -> bool:
     return is_request and not any(kind in fields for kind in PROMPT_KINDS)
 
 
-def own_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def extra_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of a record that are not read here; the output repeats them."""
     if is_envelope(fields):
         return {}
@@ -252,8 +252,8 @@ class BatchRecord:
 
     def error(self, reason: str) -> dict[str, Any]:
         """Returns an error in its envelope."""
-        said = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
-        return self._answered(400, {"error": said})
+        error = {"message": reason, "type": "invalid_request_error", "param": None, "code": None}
+        return self._answered(400, {"error": error})
 
     def _answered(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
         response = {"status_code": status, "request_id": self._id, "body": body}
@@ -307,5 +307,5 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
         raise InputError(error.message) from None
 
 
-Own: TypeAlias = Mapping[str, Any] | BatchRecord
-"""What the output repeats of a record: its own keys, or the envelope that it came in."""
+Extra: TypeAlias = Mapping[str, Any] | BatchRecord
+"""What the output repeats of a record: its extra keys, or the envelope that it came in."""

@@ -153,9 +153,9 @@ def _connect(ray: Any, address: str) -> None:
 
 def _actors(ray: Any, count: int | None) -> tuple[dict[str, Any], int]:
     """Returns the resources of an actor, and how many actors to start."""
-    there = ray.cluster_resources()
+    resources = ray.cluster_resources()
     for kind in ACCELERATORS:
-        if number := int(there.get(kind, 0)):
+        if number := int(resources.get(kind, 0)):
             asked = {"num_gpus": 1} if kind == "GPU" else {"resources": {kind: 1}}
             return asked, count or number
     return {"num_cpus": 1}, count or 1
@@ -244,7 +244,7 @@ class _ShardActor:
         llm, folder = self._opened
         if merged_before(folder):
             return NOTHING
-        there = sum(shard.records for shard in shards if folder.is_finished(shard))
+        finished = sum(shard.records for shard in shards if folder.is_finished(shard))
         # For one task; `_follow` adds them up.
         progress = JobProgress(sum(shard.records for shard in shards))
         decoder = ShardDecoder(
@@ -260,6 +260,6 @@ class _ShardActor:
         return {
             **NOTHING,
             **progress.finished.as_json(),
-            "earlier": there + progress.earlier,
+            "earlier": finished + progress.earlier,
             "compile_seconds": llm.engine.compile_seconds,
         }

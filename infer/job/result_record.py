@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from infer.job.prompt_record import BatchRecord, Own, RecordId
+from infer.job.prompt_record import BatchRecord, Extra, RecordId
 from wedlm_jax.completion import Drafts
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.columns import GROUP_ROWS, Columns, Sink, storable, write_rows
@@ -44,14 +44,14 @@ class TooDeep(InputError):
     """A value is nested too deeply to be passed on."""
 
 
-def refuse_output_keys(own: Iterable[str], where: str = "") -> None:
-    """Refuses own keys of a record that the output uses itself.
+def refuse_output_keys(extra: Iterable[str], where: str = "") -> None:
+    """Refuses extra keys of a record that the output uses itself.
 
     Args:
       where: the record, for the message.
     """
     prefix = where and f"{where}: "
-    for name in own:
+    for name in extra:
         if name in OUTPUT_KEYS:
             raise InputError(
                 f"{prefix}{name!r} is a key of the output, where this record's own {name!r} would "
@@ -59,14 +59,14 @@ def refuse_output_keys(own: Iterable[str], where: str = "") -> None:
             )
 
 
-def result_record(name: RecordId | None, completion: Completion, own: Own) -> dict[str, Any]:
+def result_record(name: RecordId | None, completion: Completion, extra: Extra) -> dict[str, Any]:
     """Returns the result of a prompt: its first sample, and all samples if there are several."""
-    if isinstance(own, BatchRecord):
-        return own.result(completion)
+    if isinstance(extra, BatchRecord):
+        return extra.result(completion)
     record = {"id": name, **_sample(completion)}
     if completion.further:
         record["samples"] = [_sample(sample) for sample in completion.samples]
-    return {**record, **own}
+    return {**record, **extra}
 
 
 def _sample(completion: Completion) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _number(value: float) -> float | None:
 
 
 def error_record(
-    name: RecordId | None, error: str, line: int, file: str | None, own: Own
+    name: RecordId | None, error: str, line: int, file: str | None, extra: Extra
 ) -> dict[str, Any]:
     """Returns what is written in the place of a result for a record that cannot be decoded.
 
@@ -102,15 +102,15 @@ def error_record(
       name: its id; None if it could not be read.
       line: its line, from 1; in Parquet its row.
       file: its file, if the job has several.
-      own: is repeated, but for keys that the output uses itself.
+      extra: is repeated, but for keys that the output uses itself.
     """
-    if isinstance(own, BatchRecord):
-        return own.error(writable(error))
+    if isinstance(extra, BatchRecord):
+        return extra.error(writable(error))
     record: dict[str, Any] = {} if name is None else {"id": name}
     record |= {"error": writable(error), "line": line}
     if file is not None:
         record["file"] = writable(file)
-    return record | {key: value for key, value in own.items() if key not in OUTPUT_KEYS}
+    return record | {key: value for key, value in extra.items() if key not in OUTPUT_KEYS}
 
 
 def writable(text: str) -> str:
@@ -164,7 +164,7 @@ class Counts:
 
     def count(self, record: dict[str, Any]) -> None:
         self.rows += 1
-        # In OpenAI's form; a result or an error may have own keys of these names.
+        # In OpenAI's form; a result or an error may have extra keys of these names.
         is_answer = "response" in record and not record.keys() & {"token_ids", "line"}
         if is_answer:
             failed = record["response"]["status_code"] != 200
@@ -218,7 +218,7 @@ def write_results(sink: Sink, lines: Iterable[bytes], columns: Columns) -> None:
 
     Args:
       lines: the results as JSON.
-      columns: types of the ids and of own keys.
+      columns: types of the ids and of extra keys.
     """
     types = {name: storable(kind) for name, kind in columns.types.items()}
     mine = {**_result_types(), **({"id": types["id"]} if "id" in types else {})}

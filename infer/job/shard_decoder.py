@@ -218,7 +218,7 @@ class ShardDecoder:
             for batch in self.llm.run(prompts, told, stopping=stopping, on_failure=failed):
                 for place, completion in batch:
                     shard, part, record = self._under_way.pop(place)
-                    result = result_record(record.id, completion, record.own)
+                    result = result_record(record.id, completion, record.extra)
                     self._add(shard, part, record.number, result)
                 if newest is not None:  # only now are its records kept
                     on_progress(newest)

@@ -168,8 +168,10 @@ class Answer:
         return f"{self._call.num_prompt_tokens} tokens in, {made} out"
 
     def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
-        own, default = self._call.window, self._engine.engine.window_size
-        return SequenceTrace(self._codec, params, prompt_tokens, default if own is None else own)
+        window: int | str | None = self._call.window
+        if window is None:
+            window = self._engine.engine.window_size
+        return SequenceTrace(self._codec, params, prompt_tokens, window)
 
     def _take(self, events: Sequence[Event]) -> list[_Choice]:
         """Hands events to their choices; returns the choices that may have news."""

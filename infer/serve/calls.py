@@ -219,15 +219,15 @@ class Calls:
         self._capacity.check(len(prompts) * params.n)
 
         def prepared(prompt: Prompt) -> Prepared:
-            ids, own = self._llm.as_ids(prompt), params
+            ids, fitting = self._llm.as_ids(prompt), params
             most = self._llm.engine.most_tokens(Request(-1, ids, params, body.window_size))
             if not exact:
                 tokens = most if limit is None else min(most, limit)
-                own = dataclasses.replace(params, max_tokens=max(tokens, params.min_tokens, 1))
+                fitting = dataclasses.replace(params, max_tokens=max(tokens, params.min_tokens, 1))
             try:
-                return self._llm.prepare_one(ids, own, many_samples=True)
+                return self._llm.prepare_one(ids, fitting, many_samples=True)
             except InputError as error:
-                if own.max_tokens <= most:
+                if fitting.max_tokens <= most:
                     raise
                 # With fewer tokens the prompt would do, unless it leaves room for none.
                 param = "max_tokens" if exact and most > 0 else _prompt_field(body)

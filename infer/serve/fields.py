@@ -294,8 +294,10 @@ def error_of_fields(errors: Sequence[Mapping[str, Any]], root: str = "body") -> 
     if path.partition(".")[0] == "prompt" and first["type"] != "missing":
         # pydantic lists the errors of all four types.
         return bad_field("prompt", f"expected {PROMPTS}")
-    said = [_sentence(error) for error, place in zip(errors, paths, strict=True) if place == path]
-    return bad_field(path, ", or ".join(dict.fromkeys(said)))
+    reasons = [
+        _sentence(error) for error, place in zip(errors, paths, strict=True) if place == path
+    ]
+    return bad_field(path, ", or ".join(dict.fromkeys(reasons)))
 
 
 def _path(loc: Sequence[Any]) -> str:

@@ -1,51 +1,15 @@
-"""A tiny model, and an empty folder to work in."""
+"""An empty folder to work in, and decoders that take no time or note what they decode."""
 
 import pytest
 
-from infer import generate
-from infer.flags import LLM_OPTIONS
-from tests.examples.decode import EVERYTHING
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.job_examples import quick_run
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.llm import LLM
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def llm(model):
-    return expecting_everything(LLM(model, window_size=4, max_batch_size=4))
-
-
-def expecting_everything(llm):
-    """One program for whatever the tests ask for, in the place of one for each kind."""
-    llm.engine.expect(EVERYTHING)
-    return llm
-
-
-@pytest.fixture(scope="session")
-def loaded():
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def _load_once(loaded, monkeypatch):
-    """A model that the command has loaded with the same options serves again: compiling it
-    is what takes the time."""
-    load = generate.load
-
-    def cached(options):
-        names = (*LLM_OPTIONS, "warmup", "max_tokens")
-        key = repr([options.get(name) for name in names])
-        if key not in loaded:
-            loaded[key] = expecting_everything(load(options))
-        return loaded[key]
-
-    monkeypatch.setattr(generate, "load", cached)
+@pytest.fixture
+def model(checkpoint):
+    return checkpoint
 
 
 @pytest.fixture(autouse=True)

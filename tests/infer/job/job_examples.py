@@ -22,8 +22,6 @@ from wedlm_jax.host.progress import Progress
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams, sample_seed
 
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 GREEDY = SamplingParams(max_tokens=24)
 WORDS = ["the cat", "one two three", "naïve 日本", "12 + 30 = ", "a", "mat", "= 42", "on on on"]
 KEYS = ["id", "text", "token_ids", "finish_reason", "num_forwards", "num_token_instances", "drafts"]
@@ -81,8 +79,7 @@ def as_record(name, completion):
         result["drafts"] = sample.drafts._asdict()
         if result["logprobs"] is None:
             del result["logprobs"]
-        value = json.loads(json.dumps(result, allow_nan=False))
-        return value
+        return json.loads(json.dumps(result, allow_nan=False))
 
     several = {"samples": [fields(sample) for sample in completion.samples]}
     return {"id": name, **fields(completion), **(several if completion.further else {})}
@@ -110,9 +107,7 @@ def interrupt(batches, model, *options, input="in.jsonl", output="out.jsonl"):
 
 
 def read_json(path):
-    value = json.loads(Path(path).read_bytes())
-    assert isinstance(value, dict)
-    return value
+    return json.loads(Path(path).read_bytes())
 
 
 def quick_completion(record):
@@ -152,9 +147,9 @@ def quick_run(self, records, on_progress=None, *, stopping=None, on_failure=None
 PRELOADED = ["tests.infer.job.job_examples", "infer.job.job", "wedlm_jax.llm", "transformers"]
 
 
-def command_in_child(arguments, said):
-    """What it prints goes into the file ``said``."""
-    with open(said, "a", encoding="utf-8") as file:
+def command_in_child(arguments):
+    """What it prints goes into the file ``printed.txt``."""
+    with open("printed.txt", "a", encoding="utf-8") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -171,8 +166,6 @@ def start(model, *options, output="out"):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     arguments = ["--model", str(model), "--input", "in.jsonl", "--output", output]
-    child = context.Process(
-        target=command_in_child, args=([*arguments, *SHAPE, *options], "said.txt")
-    )
+    child = context.Process(target=command_in_child, args=([*arguments, *SHAPE, *options],))
     child.start()
     return child

@@ -8,7 +8,6 @@ import sys
 import threading
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,6 @@ from tests.infer.job.job_examples import (
     write_parquet,
 )
 from wedlm_jax.__main__ import main
-from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.records.files import JSONL, RecordFile
 
 
@@ -152,10 +150,10 @@ def test_paths_and_files_that_cannot_be_used(work, inputs, output, message, caps
     before = {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
     files = ["--input", *inputs.split(), "--output", output]
     assert main(["generate", "--model", "never-loaded", *files]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("wedlm generate: ")
-    assert message in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("wedlm generate: ")
+    assert message in printed
+    assert printed.count("\n") == 1
     assert {path: path.is_file() and path.read_bytes() for path in work.rglob("*")} == before
 
 
@@ -180,7 +178,7 @@ def file_of(path, content):
     return RecordFile(path, str(path), path.name, JSONL)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("size", [1, 3, 100])
 def test_a_shard_begins_where_its_first_row_does(tmp_path, size):
     rows = [{"id": i, "prompt": "naïve"} for i in range(11)]
     fifth = lines(rows[4:5]).replace(b"\n", b"\r\n")
@@ -281,19 +279,11 @@ def write_packed(ending, name="in"):
 
 
 @pytest.mark.parametrize("ending", ["gz", "zst"])
-def test_results_are_those_of_the_file_unpacked(model, quick, ending):
-    name = write_packed(ending)
+def test_results_are_those_of_the_file_unpacked(model, quick, ending, monkeypatch):
+    """Which is unpacked once for all shards of a host."""
+    name, opened = write_packed(ending), []
     assert run(model, "--shard-size", "2", output="plain") == 0
     interrupt(2, model, "--shard-size", "2", input=name, output="out")
-    hosts = ["--num-hosts", "2", "--host-id"]
-    assert [run(model, *hosts, i, input=name, output="out") for i in "01"] == [0, 0]
-    assert contents("out") == contents("plain")
-    assert [one["id"] for one in results("out")] == [one["id"] for one in RECORDS]
-
-
-@pytest.mark.parametrize("host", ["0", "1"])
-def test_a_file_is_unpacked_once_for_all_shards_of_a_host(model, quick, host, monkeypatch):
-    name, opened = write_packed("gz"), list[Any]()
     read = job_input.read_from
 
     def noting(*arguments):
@@ -301,8 +291,13 @@ def test_a_file_is_unpacked_once_for_all_shards_of_a_host(model, quick, host, mo
         return read(*arguments)
 
     monkeypatch.setattr(job_input, "read_from", noting)
-    run(model, "--shard-size", "2", "--num-hosts", "2", "--host-id", host, input=name, output="out")
-    assert len(opened) == 1
+    for host in "01":
+        opened.clear()
+        hosts = ["--num-hosts", "2", "--host-id", host]
+        assert run(model, *hosts, input=name, output="out") == 0
+        assert len(opened) == 1
+    assert contents("out") == contents("plain")
+    assert [one["id"] for one in results("out")] == [one["id"] for one in RECORDS]
 
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -320,7 +315,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("group", [1, 4, 100])
+@pytest.mark.parametrize("group", [1, 4])
 def test_parquet_rows_are_those_of_jsonl(model, quick, group, capsys):
     sources = ["web", None] * (len(ROWS) // 2)
     write_parquet(ROWS, "in.parquet", group, source=sources)
@@ -329,20 +324,17 @@ def test_parquet_rows_are_those_of_jsonl(model, quick, group, capsys):
     assert run(model, "--shard-size", "2", input="in.parquet") == 0
     assert results() == results("plain.jsonl")
     assert [record.get("line") for record in results()] == [None] * 4 + [5, 6, None, 8, 9, None]
-    said = capsys.readouterr().err
-    assert said.count("keys that are not read, and passed on to the output: source\n") == 2
+    printed = capsys.readouterr().err
+    assert printed.count("keys that are not read, and passed on to the output: source\n") == 2
 
 
-def test_structs_within_sampling_have_no_keys_of_other_records(model, quick):
+def test_sampling_in_a_column_is_a_struct_or_a_text_of_json(model, quick):
+    # Within a column every struct has the keys of all, null where a record has none.
     biases = [{"5": 1.0}, {"9": 2.0}, None, {}, {"5": None}]
-    write_parquet(
-        [{"prompt": "a", "sampling": {"logit_bias": one}} for one in biases], "in.parquet"
-    )
-    assert run(model, input="in.parquet") == 0
-    assert not [record for record in results() if "error" in record]
-
-
-def test_sampling_as_a_text_of_json(model, quick):
+    structs = [{"prompt": "a", "sampling": {"logit_bias": one}} for one in biases]
+    write_parquet(structs, "structs.parquet")
+    assert run(model, input="structs.parquet", output="structs.jsonl") == 0
+    assert not [record for record in results("structs.jsonl") if "error" in record]
     texts = ['{"top_k": 5, "entropy_threshold": null}', '{"top_k": -2}', "no JSON", None]
     write_parquet([{"prompt": "a", "sampling": text} for text in texts], "in.parquet")
     write([{"prompt": "a", "sampling": {"top_k": 5, "entropy_threshold": None}}])
@@ -353,18 +345,6 @@ def test_sampling_as_a_text_of_json(model, quick):
     assert second["error"].startswith("sampling.top_k: expected an integer")
     assert third["error"] == 'sampling: expected an object, not "no JSON"'
     assert "error" not in last
-
-
-def test_values_that_json_has_not(model, quick):
-    import datetime
-
-    write_parquet([{"id": datetime.date(2020, 1, 1), "prompt": b"\xff\x00"}], "in.parquet")
-    assert run(model, input="in.parquet") == BAD_DATA
-    (record,) = results()
-    assert record == {
-        "error": 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"',
-        "line": 1,
-    }
 
 
 @pytest.mark.parametrize(

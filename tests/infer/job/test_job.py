@@ -10,7 +10,6 @@ import pytest
 from infer.job.part_file import FORMAT
 from infer.job.prompt_record import prepared_record, record_seed
 from tests.examples.full_disk import make_read_only, small_disk
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.job.job_examples import (
     GREEDY,
     KEYS,
@@ -26,36 +25,67 @@ from tests.wedlm_jax.test_messages import TEMPLATE, TOOLS
 from wedlm_jax.errors import STORAGE_FAILED, InputError
 from wedlm_jax.params import SamplingParams
 
+HI = [{"role": "user", "content": "hi"}]
+ROWS = [
+    (1, {"prompt": WORDS[0]}, {}),
+    ("ids", {"prompt_token_ids": [70, 80, 90]}, {"logprobs": None}),
+    (77, {"messages": HI}, {}),
+    (4, {"prompt": WORDS[0]}, {"max_tokens": 5, "seed": 3, "top_k": 0}),
+    ("ends", {"prompt": "mat"}, {"temperature": 0, "stop_token_ids": (270, 280, 290)}),
+    ("one", {"prompt": "mat"}, {"mode": "paper", "entropy_threshold": None}),
+    (7, {"prompt": WORDS[2]}, {}),
+    ("x", {"prompt": WORDS[0]}, {"n": 3, "seed": 5}),
+    (9, {"prompt": WORDS[1]}, {"n": 2, "logprobs": 0, "stop": ["a"]}),
+    (10, {"prompt": "a"}, {"n": 2, "logprobs": None}),
+    (11, {"prompt": WORDS[0]}, {}),
+]
+"""Ids, prompts and sampling; an integer that is the row's number needs not be given."""
 
-def test_rows_come_back_in_order_with_their_fields(model, llm, capsys):
-    conversation = [{"role": "user", "content": "hi"}]
-    chat = llm.chat_prompt(conversation)
-    rows = [
-        (1, "a", {"prompt": "a"}, {}),
-        ("ids", [70, 80, 90], {"id": "ids", "prompt_token_ids": [70, 80, 90]}, {}),
-        (77, chat, {"id": 77, "messages": conversation}, {}),
-        (4, WORDS[1], {"prompt": WORDS[1]}, {"max_tokens": 5}),
-        ("ends", "mat", {"id": "ends", "prompt": "mat"}, {"stop_token_ids": (270, 280, 290)}),
-        ("one", "mat", {"id": "one", "prompt": "mat"}, {"entropy_threshold": None}),
-        (7, WORDS[2], {"prompt": WORDS[2]}, {}),
-        (8, WORDS[3], {"prompt": WORDS[3]}, {"max_tokens": 20}),
+
+def test_every_row_is_what_the_library_says_of_it(model, llm, capsys):
+    """With the command's parameters, which its own override; it draws by its id alone."""
+    names, prompts, changes = zip(*ROWS, strict=True)
+    records = [
+        one | ({} if name == number else {"id": name}) | ({"sampling": own} if own else {})
+        for number, (name, one, own) in enumerate(ROWS, 1)
     ]
-    names, prompts, records, changes = zip(*rows, strict=True)
-    write([r | ({"sampling": c} if c else {}) for r, c in zip(records, changes, strict=True)])
-    assert run(model) == 0
+    write(records)
+    options = "--temperature 1 --top-k 9 --seed 4294967295 --entropy-threshold 3 --logprobs 2"
+    assert run(model, *options.split(), "--shard-size", "3") == 0
     out, err = capsys.readouterr()
-    completions = llm.generate(list(prompts), [dataclasses.replace(GREEDY, **c) for c in changes])
-    expected = [as_record(*pair) for pair in zip(names, completions, strict=True)]
-    assert results() == expected
-    assert all(list(record) == KEYS for record in results())
+    base = SamplingParams(
+        max_tokens=24, temperature=1.0, top_k=9, entropy_threshold=3.0, logprobs=2
+    )
+    params = [
+        dataclasses.replace(base, **({"seed": record_seed(2**32 - 1, name)} | own))
+        for name, own in zip(names, changes, strict=True)
+    ]
+    (chat,) = (llm.chat_prompt(one["messages"]) for one in prompts if "messages" in one)
+    ids = [one.get("prompt") or one.get("prompt_token_ids") or chat for one in prompts]
+    completions = llm.generate(ids, params)
+    found = results()
+    assert found == [as_record(*pair) for pair in zip(names, completions, strict=True)]
+    assert len({record["text"] for record in found}) == len(ROWS), "each is sampled on its own"
+    for record, own in zip(found, changes, strict=True):
+        extra = ["logprobs"] if own.get("logprobs", 2) is not None else []
+        assert list(record) == [*KEYS, *extra, *(["samples"] if "n" in own else [])]
+    samples = [sample for record in found for sample in record.get("samples", [record])]
+    stats = read_json("out.jsonl.shards/stats.json")
+    assert (stats["rows"], stats["last_run"]["tokens"]) == (len(ROWS), stats["tokens"])
+    assert stats["tokens"] == sum(len(sample["token_ids"]) for sample in samples)
+    for name in ("num_forwards", "num_token_instances"):
+        assert stats[name] == sum(sample[name] for sample in samples)
+    per_forward = stats["tokens"] / stats["num_forwards"]
+    p_cache = stats["tokens"] / stats["num_token_instances"]
     assert out == ""
-    tokens = sum(len(record["token_ids"]) for record in expected)
-    per_forward = tokens / sum(record["num_forwards"] for record in expected)
-    p_cache = tokens / sum(record["num_token_instances"] for record in expected)
     summary = err.splitlines()[-1]
-    assert summary.startswith(f"out.jsonl: 8 records, {tokens} tokens in ")
+    assert summary.startswith(f"out.jsonl: {len(ROWS)} records, {stats['tokens']} tokens in ")
     assert f"{per_forward:.2f} tokens per forward, p_cache {p_cache:.2f})" in summary
     assert summary.endswith("s of compiling")
+    # Wherever a row stands, it is the same.
+    write([{**one, "id": name} for name, one in zip(names, records, strict=True)][::-1], "b.jsonl")
+    assert run(model, *options.split(), "--shard-size", "2", input="b.jsonl", output="b") == 0
+    assert results("b") == found[::-1]
 
 
 def test_a_file_leaves_its_facts_and_no_shards(model):
@@ -99,68 +129,6 @@ def test_a_folder_has_shards_with_manifests(model, quick):
         assert {"input", "checkpoint", "settings"} <= set(manifest["job"])
 
 
-def test_command_line_and_row_parameters_combine(model, llm):
-    own = {"prompt": WORDS[0], "sampling": {"seed": 3, "top_k": 0}}
-    write([*words(2), own, *words(1), {"id": "x", "prompt": WORDS[0]}])
-    options = "--temperature 1 --top-k 9 --seed 4294967295 --entropy-threshold 3"
-    assert run(model, *options.split()) == 0
-    base = SamplingParams(max_tokens=24, temperature=1.0, top_k=9, entropy_threshold=3.0)
-    names = [1, 2, 3, 4, "x"]
-    seeds = [record_seed(2**32 - 1, name) for name in names]
-    seeds[2] = 3  # a record may have its own
-    params = [dataclasses.replace(base, seed=seed) for seed in seeds]
-    params[2] = dataclasses.replace(params[2], top_k=0)
-    expected = llm.generate([WORDS[0], WORDS[1], *[WORDS[0]] * 3], params)
-    assert results() == [as_record(*pair) for pair in zip(names, expected, strict=True)]
-    assert len({record["text"] for record in results()}) == 5, "each is sampled on its own"
-
-
-def test_a_row_draws_the_same_wherever_it_stands(model):
-    records = [{"id": f"row {i}", "prompt": WORDS[i % 3]} for i in range(9)]
-    options = ["--temperature", "1", "--entropy-threshold", "3"]
-    write(records)
-    assert run(model, *options) == 0
-    write([{"prompt": "one more"}, *records[::-1]], "other.jsonl")
-    assert run(model, *options, "--shard-size", "2", input="other.jsonl", output="other") == 0
-    assert results("other")[1:] == results()[::-1]
-
-
-def test_logprobs_and_samples_are_those_of_the_library(model, llm, capsys):
-    prompts, names = ["a", "mat", WORDS[1], WORDS[2], "a"], [1, 2, "x", 4, 5]
-    changes = [
-        {},
-        {"logprobs": None, "seed": 4},
-        {"n": 3, "seed": 5},
-        {"n": 2, "logprobs": 0, "stop": ["a"]},
-        {"n": 2, "logprobs": None},
-    ]
-    rows = zip(names, prompts, changes, strict=True)
-    write([{"id": name, "prompt": one, "sampling": change} for name, one, change in rows])
-    options = ["--temperature", "1", "--entropy-threshold", "3", "--logprobs", "2"]
-    assert run(model, *options, "--shard-size", "2") == 0
-    base = SamplingParams(max_tokens=24, temperature=1.0, entropy_threshold=3.0, logprobs=2)
-    params = [
-        dataclasses.replace(base, **({"seed": record_seed(0, name)} | change))
-        for name, change in zip(names, changes, strict=True)
-    ]
-    completions = llm.generate(prompts, params)
-    records = results()
-    assert records == [as_record(*pair) for pair in zip(names, completions, strict=True)]
-    more = [["logprobs"], [], ["logprobs", "samples"], ["logprobs", "samples"], ["samples"]]
-    assert [list(record) for record in records] == [KEYS + keys for keys in more]
-    samples = [sample for record in records for sample in record.get("samples", [record])]
-    assert len(samples) == 1 + 1 + 3 + 2 + 2
-    for sample in samples:
-        assert len(sample.get("logprobs", sample["token_ids"])) == len(sample["token_ids"])
-    stats = read_json("out.jsonl.shards/stats.json")
-    assert (stats["rows"], stats["last_run"]["tokens"]) == (5, stats["tokens"])
-    assert stats["tokens"] == sum(len(sample["token_ids"]) for sample in samples)
-    for name in ("num_forwards", "num_token_instances"):
-        assert stats[name] == sum(sample[name] for sample in samples)
-    summary = capsys.readouterr().err.splitlines()[-1]
-    assert summary.startswith(f"out.jsonl: 5 records, {stats['tokens']} tokens in ")
-
-
 def test_seeds_tell_ids_apart():
     names = [*range(5000), *map(str, range(5000)), "", "é"]
     seeds = [record_seed(0, name) for name in names]
@@ -193,39 +161,20 @@ def test_records_have_windows_of_their_own(model, llm):
     assert zero["num_token_instances"] < one["num_token_instances"] < four["num_token_instances"]
 
 
-@pytest.mark.parametrize("sampling", [None, {}, {"seed": None}, {"seed": -1}])
-def test_no_seed_and_no_sampling_are_those_of_the_job(model, quick, sampling):
-    write([{"id": "x", "prompt": "a"}])
-    assert run(model, "--temperature", "1", "--seed", "5", output="plain.jsonl") == 0
-    write([{"id": "x", "prompt": "a", "sampling": sampling}])
-    assert run(model, "--temperature", "1", "--seed", "5") == 0
-    assert results() == results("plain.jsonl")
-
-
-@pytest.mark.full
-def test_without_tokenizer_token_ids_in_and_no_text_out(work, model, llm):
-    bare = write_tiny_checkpoint(work / "bare", tokenizer=False)
-    messages = [{"role": "user", "content": "hi"}]
-    records = [{"prompt_token_ids": [70, 80, n]} for n in range(4)]
-    write([*records, {"prompt": "a"}, {"messages": messages}])
-    assert run(bare) == 0
-    completions = llm.generate([[70, 80, n] for n in range(4)], GREEDY)
-    *good, text, chat = results()
-    assert good == [
-        as_record(i, dataclasses.replace(c, text=None)) for i, c in enumerate(completions, 1)
-    ]
-    for number, record in ((4, text), (5, chat)):
-        assert (record["id"], record["line"]) == (number + 1, number + 1)
-        assert "bare has no tokenizer" in record["error"]
+def test_no_seed_and_no_sampling_are_those_of_the_job(model, quick):
+    sampled = []
+    for given in ({}, *({"sampling": x} for x in (None, {}, {"seed": None}, {"seed": -1}))):
+        write([{"id": "x", "prompt": "a", **given}])
+        assert run(model, "--temperature", "1", "--seed", "5", "--overwrite") == 0
+        sampled += results()
+    assert sampled == [sampled[0]] * 5
 
 
 def test_tools_and_template_variables_of_a_record_reach_the_template(llm, monkeypatch):
-    assert llm.codec is not None
     monkeypatch.setattr(llm.codec.tokenizer, "chat_template", TEMPLATE)
     monkeypatch.setattr(llm.codec, "variables", {"enable_thinking": False})
 
     def prompt_of(chat=False, **fields):
-        assert llm.codec is not None
         return llm.codec.decode(prepared_record(llm, fields, GREEDY, chat=chat)[0])
 
     listed, asked = f"[tools]{json.dumps(TOOLS[0])}", "[user]hi[assistant]"
@@ -249,15 +198,12 @@ def test_a_finished_file_is_kept_from_another_job(model, quick, capsys):
     assert run(model, "--temperature", "0.5") == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "out.jsonl: holds finished records of another job (temperature is 0.0 there" in error
-    assert error.endswith("choose another output, or delete them with --overwrite")
     assert Path("out.jsonl").read_bytes() == whole
-    assert run(model) == 0
-    assert "out.jsonl is already complete, with 4 records" in capsys.readouterr().err
     assert run(model, "--temperature", "0.5", "--overwrite") == 0
     assert Path("out.jsonl").read_bytes() != whole
 
 
-def test_a_file_that_no_job_has_written_is_kept(model, quick, capsys):
+def test_what_no_job_has_written_is_kept(model, quick, capsys):
     write(words(4))
     write([{"prompt": "mine"}], "out.jsonl")
     before = Path("out.jsonl").read_bytes()
@@ -269,26 +215,23 @@ def test_a_file_that_no_job_has_written_is_kept(model, quick, capsys):
     assert Path("out.jsonl").read_bytes() != before
     write([{"prompt": "mine"}], "folder/mine.jsonl")
     assert run(model, "--overwrite", output="folder") == 2
-    said = "folder: expected a new folder, or a job's, but it contains mine.jsonl"
-    assert said in capsys.readouterr().err
+    expected = "folder: expected a new folder, or a job's, but it contains mine.jsonl"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("output", ["out", "out.jsonl"])
-def test_a_job_goes_on_when_there_is_room_again(work, model, quick, output, capsys):
+def test_a_full_disk_is_told_and_what_was_decoded_stays(work, model, quick, output, capsys):
     write(words(400))
-    assert run(model, output="alone") == 0
     with small_disk(work / "disk", 64 * 1024) as disk:
         where = str(disk / output)
-        capsys.readouterr()
         assert run(model, output=where) == STORAGE_FAILED
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"wedlm generate: {where}")
-        assert "cannot be written (No space left on device)" in said
-        kept = list(disk.glob("*/parts/*.part"))
-        assert kept, "what was decoded stays"
+        printed = capsys.readouterr().err.splitlines()[-1]
+        assert printed.startswith(f"wedlm generate: {where}")
+        assert "cannot be written (No space left on device)" in printed
+        assert list(disk.glob("*/parts/*.part"))
 
 
-@pytest.mark.parametrize("output", ["out", "out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("output", ["out", "out.parquet"])
 def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(work, model, quick, output, capsys):
     write(words(5))
     with small_disk(work / "disk", 2**20) as disk:
@@ -297,8 +240,8 @@ def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(work, model, qui
         make_read_only(disk)
         capsys.readouterr()
         assert run(model, "--shard-size", "2", output=where) == 0
-        said = capsys.readouterr().err.splitlines()
-        assert said == [f"{where} is already complete, with 5 records"]
+        printed = capsys.readouterr().err.splitlines()
+        assert printed == [f"{where} is already complete, with 5 records"]
         assert run(model, "--seed", "1", output=where) == 2
         assert " of another job (seed is 0 there and 1 here)" in capsys.readouterr().err
         assert run(model, output=str(disk / "new")) == 2

@@ -1,5 +1,6 @@
 """The job under Ray Data, in a real cluster on this machine; skipped without Ray."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -44,8 +45,8 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(cluster, wor
     interrupt(2, model, "--shard-size", "3", output="out")
     capsys.readouterr()
     assert run(model, "--ray", "--ray-actors", "2", output="out") == 0
-    said = capsys.readouterr().err
-    assert "shards to finish, by 2 actors under Ray" in said
+    printed = capsys.readouterr().err
+    assert "shards to finish, by 2 actors under Ray" in printed
     assert contents("out") == contents("alone")
     ours, theirs = (read_json(f"{folder}/stats.json") for folder in ("out", "alone"))
     for stats in (ours, theirs):
@@ -106,16 +107,15 @@ def test_an_actor_leaves_a_job_that_has_ended_alone(model, quick, decoded):
     assert Path("out.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("count", [0, 1, 5, 17])
-@pytest.mark.parametrize("actors", [1, 2, 8])
-def test_every_shard_is_of_one_task_and_every_actor_has_one(count, actors):
-    shards = [Shard(3 * k, 0, 1, Place(0, 0, 1)) for k in range(count)]
-    groups = _groups(shards, actors)
-    assert groups
-    assert [int(k) for group in groups for k in group.split()] == [s.number for s in shards]
-    assert all(len(group.split()) <= SHARDS_PER_TASK for group in groups)
-    if count >= actors * SHARDS_PER_TASK:
-        assert len(groups) >= actors
+def test_every_shard_is_of_one_task_and_every_actor_has_one():
+    for count, actors in itertools.product((0, 1, 5, 17), (1, 2, 8)):
+        shards = [Shard(3 * k, 0, 1, Place(0, 0, 1)) for k in range(count)]
+        groups = _groups(shards, actors)
+        assert groups
+        assert [int(k) for group in groups for k in group.split()] == [s.number for s in shards]
+        assert all(len(group.split()) <= SHARDS_PER_TASK for group in groups)
+        if count >= actors * SHARDS_PER_TASK:
+            assert len(groups) >= actors
 
 
 NOT_INSTALLED = "--ray needs Ray, which is not installed: pip install 'wedlm-jax[ray]'\n"
@@ -138,6 +138,6 @@ def test_refused(model, options, message, capsys, monkeypatch):
     if "infer.py" in message:
         Path("infer.py").touch()
     assert run(model, *options.split()) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"wedlm generate: {message}")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"wedlm generate: {message}")
+    assert printed.count("\n") == 1

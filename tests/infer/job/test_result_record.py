@@ -14,7 +14,6 @@ from infer.job import result_record
 from infer.job.result_record import OUTPUT_KEYS
 from tests.infer.job.job_examples import (
     KEYS,
-    interrupt,
     read_json,
     results,
     run,
@@ -25,25 +24,30 @@ from tests.infer.job.job_examples import (
 from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.records.parquet import without_nulls
 
-OWN = {"topic": {"name": "naïve", "tags": [1, None, {}]}, "source": None, "score": 0.5, "": [[]]}
+MINE = {"topic": {"name": "naïve", "tags": [1, None, {}]}, "source": None, "score": 0.5, "": [[]]}
 
 
 def test_results_and_errors_have_them(model, quick, capsys):
     many = {"prompt": "d", "sampling": {"n": 2, "temperature": 1}, "x": 2}
-    own = [{"prompt": "a", **OWN}, {"prompt": 5, **OWN}, {"prompt": "b"}, {"prompt": "c", "x": 1}]
-    write([*own, many])
+    records = [
+        {"prompt": "a", **MINE},
+        {"prompt": 5, **MINE},
+        {"prompt": "b"},
+        {"prompt": "c", "x": 1},
+    ]
+    write([*records, many])
     assert run(model) == 0
     good, bad, none, other, several = results()
     assert list(several) == [*KEYS, "samples", "x"]
     assert all("x" not in sample for sample in several["samples"])
-    assert list(good) == [*KEYS, *OWN]
-    assert list(bad) == ["id", "error", "line", *OWN]
-    assert all(record[key] == value for record in (good, bad) for key, value in OWN.items())
+    assert list(good) == [*KEYS, *MINE]
+    assert list(bad) == ["id", "error", "line", *MINE]
+    assert all(record[key] == value for record in (good, bad) for key, value in MINE.items())
     assert list(none) == KEYS
     assert other["x"] == 1
-    said = capsys.readouterr().err
-    assert "not read, and passed on to the output: topic, source, score, , x\n" in said
-    assert "did you mean" not in said
+    printed = capsys.readouterr().err
+    assert "not read, and passed on to the output: topic, source, score, , x\n" in printed
+    assert "did you mean" not in printed
 
 
 def test_the_prompts_tokens_on_request(model, quick):
@@ -95,21 +99,18 @@ def test_values_of_tables_become_those_of_json(model, quick):
     ]
 
 
-@pytest.mark.parametrize(
-    ("key", "hint"),
-    [
-        ("smapling", "'smapling' is not read; did you mean 'sampling'?"),
-        ("temperature", "'temperature' is not read here, but within \"sampling\""),
-        ("max_token", "'max_token' is not read; did you mean 'max_tokens' within \"sampling\"?"),
-    ],
-)
-def test_what_looks_misspelt_is_said_once(model, quick, capsys, key, hint):
-    write([{"prompt": "a"}, *({"prompt": "a", "topic": 2, key: i} for i in range(5))])
+def test_what_looks_misspelt_is_told_once(model, quick, capsys):
+    hints = {
+        "smapling": "'smapling' is not read; did you mean 'sampling'?",
+        "temperature": "'temperature' is not read here, but within \"sampling\"",
+        "max_token": "'max_token' is not read; did you mean 'max_tokens' within \"sampling\"?",
+    }
+    write([{"prompt": "a"}, *({"prompt": "a", "topic": 2, **hints} for _ in range(5))])
     assert run(model) == 0
-    assert [record.get(key) for record in results()] == [None, *range(5)]
-    said = capsys.readouterr().err
-    assert said.count(hint) == 1
-    assert said.count("not read") == 2
+    assert [record.get("max_token") for record in results()] == [None, *[hints["max_token"]] * 5]
+    printed = capsys.readouterr().err
+    assert [printed.count(hint) for hint in hints.values()] == [1, 1, 1]
+    assert printed.count("not read") == 4
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -167,25 +168,23 @@ def test_a_file_has_what_jsonl_has_in_typed_columns(work, model, quick, monkeypa
     ]
 
 
-def test_a_job_that_was_stopped_goes_on_and_gives_the_same_file(
-    model, quick, decoded, monkeypatch, capsys
-):
+def test_a_file_that_was_not_put_together_is_so_the_next_time(model, quick, decoded, monkeypatch):
     write(words(20))
-    assert run(model, "--shard-size", "6", output="whole.parquet") == 0
-    interrupt(5, model, "--shard-size", "6", output="out.parquet")
-    assert not Path("out.parquet").exists()
-    with monkeypatch.context() as patch:  # and killed while the file is put together
+    with monkeypatch.context() as patch:
         patch.setattr(result_record, "_row", lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
-        assert run(model, output="out.parquet") == 130
+        assert run(model, "--shard-size", "6", output="out.parquet") == 130
     assert not Path("out.parquet").exists()
     decoded.clear()
     assert run(model, output="out.parquet") == 0
     assert not decoded
-    assert Path("out.parquet").read_bytes() == Path("whole.parquet").read_bytes()
-    capsys.readouterr()
-    assert run(model, output="out.parquet") == 0
-    said = capsys.readouterr().err
-    assert said == "out.parquet is already complete, with 20 records\n"
+    assert pq.read_table("out.parquet")["id"].to_pylist() == list(range(1, 21))
+
+
+def test_an_id_that_is_a_date_is_refused(model, quick):
+    write_parquet([{"id": datetime.date(2020, 1, 1), "prompt": "a"}], "in.parquet")
+    assert run(model, input="in.parquet") == BAD_DATA
+    error = 'id: expected a text or an integer, not "datetime.date(2020, 1, 1)"'
+    assert results() == [{"error": error, "line": 1}]
 
 
 def test_a_job_of_bad_records_alone_gives_their_errors(model, quick):
@@ -211,20 +210,13 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize(("records", "message"), MIXED)
-def test_what_has_no_column_is_refused_before_a_model_is_loaded(work, records, message, capsys):
-    write([one if one is BATCH else {"prompt": "a", **one} for one in records])
-    assert run(work / "never-loaded", output="out.parquet") == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert message in said
-    assert sorted(path.name for path in work.iterdir()) == ["in.jsonl"]
-
-
-def test_two_parquet_files_with_another_type_each_are_refused(work, capsys):
+def test_what_has_no_column_is_refused_before_a_model_is_loaded(work, capsys):
+    for records, message in MIXED:
+        write([one if one is BATCH else {"prompt": "a", **one} for one in records])
+        assert run(work / "never-loaded", output="out.parquet") == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+        assert os.listdir() == ["in.jsonl"]
     for name, value in (("a", 1), ("b", "x")):
-        Path("in").mkdir(exist_ok=True)
-        pq.write_table(
-            pa.table({"prompt": ["a"], "id": [name], "x": [value]}), f"in/{name}.parquet"
-        )
+        write_parquet([{"prompt": "a", "id": name, "x": value}], f"in/{name}.parquet")
     assert run(work / "never-loaded", input="in", output="out.parquet") == 2
     assert "in/b.parquet: 'x' is a text here and an integer before" in capsys.readouterr().err

@@ -1,20 +1,25 @@
-"""Jobs that are stopped and given again, in this process: nothing is lost, nothing done twice."""
+"""Jobs that are stopped at any moment, for any reason, and are given again: no finished record is
+lost and none is repeated, whoever goes on, and how."""
 
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from infer.job.part_file import FORMAT, PartFile
+from infer.job.part_file import FORMAT, PartFile, whole_records
 from tests.infer.job.job_examples import (
     contents,
     interrupt,
     read_json,
     results,
     run,
+    start,
     stop_after,
     words,
     write,
@@ -28,88 +33,223 @@ def kept(records, total=16):
     return f"{records} of {total} records are kept in out.jsonl.shards"
 
 
-@pytest.mark.parametrize("shard_size", ["3", "1000"])
-def test_interrupted_job_goes_on(model, quick, decoded, shard_size, capsys):
+# --- death at any operation, and every way to go on -----------------------------------------
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL."""
+
+
+def die_at(operation, monkeypatch):
+    """The process touches no file any more once it comes to this one of its writing operations,
+    counted from 0; appending a record is cut in the middle. Returns what it did before."""
+    done = []
+
+    def patched(name, real, half):
+        def call(*arguments, **options):
+            if len(done) == operation:
+                if half is not None:
+                    half(*arguments)
+                done.append("death")
+            if done and done[-1] == "death":
+                raise Killed
+            done.append(name)
+            return real(*arguments, **options)
+
+        return call
+
+    def half_a_row(self, number, text):
+        self._file.write(b'{"row": %d, "result": ' % number + text[: len(text) // 2])
+        self._file.flush()
+
+    for owner, name, half in (
+        (os, "replace", None),
+        (os, "fsync", None),
+        (Path, "unlink", None),
+        (Path, "mkdir", None),
+        (PartFile, "_append", half_a_row),
+    ):
+        monkeypatch.setattr(owner, name, patched(name, getattr(owner, name), half))
+    return done
+
+
+class BrokenJob:
+    """A job whose process may die.
+
+    Attributes:
+      folder: of its shards.
+    """
+
+    def __init__(self, model, output, monkeypatch):
+        self._model, self._output, self._parts = model, output, []
+        self.folder = Path(output if output == "out" else f"{output}.shards")
+        opening = Path.open
+
+        def noting(path, *arguments, **options):
+            file = opening(path, *arguments, **options)
+            if path.suffix == ".part":
+                self._parts.append(file)
+            return file
+
+        monkeypatch.setattr(Path, "open", noting)
+
+    def run(self, *options, dies_at=None):
+        """Runs it; returns its status and, if it may die, what it did."""
+        if dies_at is None:
+            fixed = ("--shard-size", "3", "--temperature", "1", "--logprobs", "1")
+            return run(self._model, *fixed, *options, output=self._output)
+        with pytest.MonkeyPatch.context() as patch:
+            done = die_at(dies_at, patch)
+            try:
+                status = self.run(*options)
+            except Killed:
+                status = -signal.SIGKILL
+        for part in self._parts:  # as the end of a process does
+            part.close()
+        self._parts.clear()
+        return status, done
+
+    def result(self):
+        return contents("out") if self._output == "out" else Path(self._output).read_bytes()
+
+    def stats(self):
+        stats = read_json(self.folder / "stats.json")
+        del stats["last_run"]
+        return stats
+
+    def remove(self):
+        for path in {Path(self._output), self.folder}:
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+
+
+def with_other_batches(job):
+    assert job.run("--batch-size", "1", "--num-hosts", "1") == 0
+
+
+def by_two_hosts(job):
+    for host in "10":
+        assert job.run("--num-hosts", "2", "--host-id", host) == 0
+
+
+def after_a_torn_tail(job):
+    for part in job.folder.glob("parts/*.part"):
+        part.write_bytes(part.read_bytes() + b'{"row": 3, "resu')
+    assert job.run() == 0
+
+
+def without_a_shard(job):
+    for path in sorted(job.folder.glob("rows-*"))[:1]:
+        path.unlink()
+    assert job.run() == 0
+
+
+def after_another_death(job):
+    assert job.run(dies_at=9)[0] in (0, -signal.SIGKILL)
+    assert job.run() == 0
+
+
+def after_an_interruption(job):
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(1, KeyboardInterrupt(), patch)
+        assert job.run() in (0, 130)
+    assert job.run() == 0
+
+
+WAYS_ON = {
+    with_other_batches: 0,
+    by_two_hosts: 0,
+    after_a_torn_tail: 0,
+    without_a_shard: 3,
+    after_another_death: 4,
+    after_an_interruption: 4,
+}
+"""And how many records each may cost beside those that were under way at the first death."""
+
+
+def every_form(output):
+    """Records with samples and own keys, bad ones, and requests in OpenAI's form."""
+    several = [{**one, "sampling": {"n": 1 + i % 3}, "own": i} for i, one in enumerate(words(4))]
+    body = {"model": "any", "prompt": "a", "temperature": 1, "max_tokens": 9}
+    requests = [{"custom_id": f"q{i}", "url": "/v1/completions", "body": body} for i in range(2)]
+    return [*several, {"promt": "a"}, *([] if output.endswith("parquet") else requests)]
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["out.jsonl", *(pytest.param(name, marks=pytest.mark.full) for name in ("out", "out.parquet"))],
+)
+def test_death_at_any_operation_is_made_good(model, quick, output, decoded, monkeypatch):
+    """A dead process is followed by another batch size, by other hosts, or by more misfortune."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk takes long for it
+    records = every_form(output)
+    write(records)
+    job = BrokenJob(model, output, monkeypatch)
+    assert job.run() == 0
+    expected, deaths = (job.result(), job.stats()), 0
+    good = len(decoded)
+    for operation, (go_on, cost) in enumerate(itertools.cycle(WAYS_ON.items())):
+        job.remove()
+        decoded.clear()
+        status, done = job.run(dies_at=operation)
+        if status == 0:
+            assert "death" not in done
+            break
+        deaths += 1
+        assert status == -signal.SIGKILL
+        go_on(job)
+        assert (job.result(), job.stats()) == expected, go_on.__name__
+        if "_append" in done[:-2]:
+            assert len(decoded) <= good + 4 + cost, "what was kept is not decoded again"
+        assert not list(job.folder.glob("**/*.part"))
+    assert deaths > 30
+    assert {"replace", "fsync", "unlink", "mkdir", "_append"} <= set(done)
+
+
+# --- what is said, and what is on the disk --------------------------------------------------
+
+
+def test_an_interrupted_job_goes_on(model, quick, decoded, capsys):
     write(words(16))
-    shape = ("--shard-size", shard_size)
-    assert run(model, *shape) == 0
-    whole = Path("out.jsonl").read_bytes()
-    assert len(decoded) == 16
     write([{"prompt": "of before"}], "out.jsonl")
-    shutil.rmtree("out.jsonl.shards")
     before = Path("out.jsonl").read_bytes()
-    capsys.readouterr()
-    interrupt(3, model, *shape, "--overwrite")
-    said = capsys.readouterr().err.splitlines()[-1]
-    records = int(said.split()[1])
+    interrupt(3, model, "--shard-size", "3", "--overwrite")
+    printed = capsys.readouterr().err.splitlines()[-1]
+    records = int(printed.split()[1])
     assert 0 < records < 16
-    assert said == f"interrupted: {kept(records)}; the same command continues from there"
-    assert Path("out.jsonl").read_bytes() == before, (
-        "an earlier output stays until the new is whole"
-    )
-    decoded.clear()
+    assert printed == f"interrupted: {kept(records)}; the same command continues from there"
+    assert Path("out.jsonl").read_bytes() == before, "it stays until the new one is whole"
     assert not Path("out.jsonl.shards/stats.json").exists()
-    # Neither of these makes another job, and the size of shards is that of the job that is there.
-    assert run(model, "--batch-size", "1", "--overwrite", "--num-hosts", "1") == 0
+    decoded.clear()
+    # The size of shards is that of the job that is there.
+    assert run(model, "--overwrite") == 0
     assert len(decoded) == 16 - records
-    assert Path("out.jsonl").read_bytes() == whole
-    said = capsys.readouterr().err
-    assert said.splitlines()[0] == f"resuming: {kept(records)}"
-    assert f"\nout.jsonl: 16 records ({records} from earlier runs), " in said
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[0] == f"resuming: {kept(records)}"
+    assert f"\nout.jsonl: 16 records ({records} from earlier runs), " in printed
     stats = read_json("out.jsonl.shards/stats.json")
     assert (stats["rows"], stats["last_run"]["rows"]) == (16, 16 - records)
-    assert stats["tokens"] == sum(len(record["token_ids"]) for record in results())
-
-
-def test_rows_of_another_version_are_refused_until_they_may_go(model, quick, capsys):
-    write(words(8))
-    interrupt(1, model)
-    path = Path("out.jsonl.shards/job.json")
-    job = read_json(str(path))
-    path.write_text(json.dumps(job | {"wedlm_generate": FORMAT - 1}), encoding="utf-8")
-    capsys.readouterr()
-    assert run(model) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "holds 2 records of another job (it was started by another version of wedlm" in said
-    assert said.endswith("choose another output, or delete them with --overwrite")
-    assert run(model, "--overwrite") == 0
-    assert [record["id"] for record in results()] == list(range(1, 9))
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out"])
 def test_a_finished_job_is_not_done_again(model, quick, decoded, output, capsys):
     write(words(8))
     assert run(model, "--shard-size", "3", output=output) == 0
-    before = {path: path.read_bytes() for path in Path().rglob("rows-*")}
     whole = results(output)
-    decoded.clear()
-    capsys.readouterr()
     left = Path("out.jsonl.shards/rows-00001-of-00003.jsonl")
     if output == "out.jsonl":
         left.write_bytes(b"")  # as where the end was cut short
+    decoded.clear()
+    capsys.readouterr()
     assert run(model, output=output) == 0
     assert not decoded
+    assert capsys.readouterr().err == f"{output} is already complete, with 8 records\n"
     assert not left.exists()
     assert results(output) == whole
-    assert {path: path.read_bytes() for path in Path().rglob("rows-*")} == before
     if output == "out.jsonl":
-        assert capsys.readouterr().err == "out.jsonl is already complete, with 8 records\n"
         Path(output).unlink()
         assert run(model, output=output) == 0
         assert len(decoded) == 8, "what was removed is made anew"
-        assert results(output) == whole
-
-
-def test_a_shard_that_was_removed_is_made_anew(model, quick, decoded):
-    write(words(8))
-    assert run(model, "--shard-size", "3", output="out") == 0
-    whole = contents("out")
-    Path("out/rows-00001-of-00003.jsonl").unlink()
-    Path("out/rows-00002-of-00003.manifest.json").unlink()
-    decoded.clear()
-    assert run(model, output="out") == 0
-    assert len(decoded) == 5
-    assert contents("out") == whole
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
@@ -119,36 +259,12 @@ def test_a_damaged_shard_is_not_put_into_the_output(model, quick, output, capsys
     path = sorted(Path(f"{output}.shards").glob("rows-*.jsonl"))[0]
     manifest = path.with_suffix(".manifest.json")
     path.write_bytes(path.read_bytes().replace(b'"id"', b"id", 1))
-    capsys.readouterr()
     assert run(model, output=output) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert f"{path}: does not match {manifest.name}" in error
+    assert f"{path}: does not match {manifest.name}" in capsys.readouterr().err.splitlines()[-1]
     assert not Path(output).exists()
     path.unlink()
     manifest.unlink()
     assert run(model, output=output) == 0
-    if output == "out.jsonl":
-        assert [record["id"] for record in results()] == list(range(1, 17))
-
-
-def test_results_of_every_form_are_the_same_after_an_interruption(model, quick, decoded):
-    several = [
-        {**record, "sampling": {"n": 1 + i % 3}, "own": i} for i, record in enumerate(words(16))
-    ]
-    body = {"model": "any", "prompt": "a", "temperature": 1, "max_tokens": 9}
-    requests = [{"custom_id": f"q{i}", "url": "/v1/completions", "body": body} for i in range(5)]
-    write([*several, {"prompt": "a", "sampling": {"n": -1}}, *requests])
-    options = ("--temperature", "1", "--logprobs", "3", "--shard-size", "4")
-    assert run(model, *options, output="whole.jsonl") == 0
-    decoded.clear()
-    interrupt(7, model, *options)
-    assert run(model, *options, "--batch-size", "3") == 0
-    assert len(decoded) <= 16 + 5 + 4, "a prompt's samples are kept together"
-    assert Path("out.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
-    ours, theirs = (read_json(f"{name}.jsonl.shards/stats.json") for name in ("out", "whole"))
-    for stats in (ours, theirs):
-        del stats["last_run"], stats["output"]
-    assert ours == theirs
 
 
 CHANGES = [
@@ -166,55 +282,69 @@ CHANGES = [
     ("--window-size 0", "window_size is 4 there and 0 here"),
     ("--window-size auto", "window_size is 4 there and 'auto' here"),
     ("--shard-size 7", "shard_size is 4 there and 7 here"),
-    ("input", "the input differs"),
-    ("model", "the checkpoint differs"),
+    ("--input other.jsonl", "the input differs"),
+    ("--model other", "the checkpoint differs"),
+    ("", "it was started by another version of wedlm, which counts forwards differently; finish"),
 ]
 
 
-@pytest.mark.parametrize(("change", "why"), CHANGES, ids=str)
-def test_another_job_is_refused_until_its_rows_may_go(work, model, quick, change, why, capsys):
+def test_another_job_is_refused_until_its_rows_may_go(work, model, quick, capsys):
     write(words(10))
+    write([*words(9), {"prompt": "b"}], "other.jsonl")
+    other = Path(shutil.copytree(model, work / "other"))
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
     interrupt(3, model, "--shard-size", "4", output="out")
-    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
-    options = change.split() if change.startswith("--") else []
-    if change == "input":
-        write([*words(9), {"prompt": "b"}])
-    elif change == "model":
-        model = Path(shutil.copytree(model, work / "other"))
-        raw = json.loads((model / "config.json").read_text())
-        (model / "config.json").write_text(json.dumps({**raw, "rope_theta": 5e5}))
-    capsys.readouterr()
-    assert run(model, *options, output="out") == 2
-    error = capsys.readouterr().err
-    assert f"records of another job ({why}); choose another output, or delete them with" in error
-    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
-    assert run(model, *options, "--overwrite", output="out") == 0
-    assert [record["id"] for record in results("out")] == list(range(1, 11))
-    # The same command resumes its own records instead of deleting them.
-    assert run(model, *options, "--overwrite", output="out") == 0
+
+    def files():
+        return {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+
+    def job(change):
+        options, given = change.split(), {"input": "in.jsonl"}
+        if change.startswith("--input"):
+            options, given = [], {"input": options[1]}
+        return run(other if "other" in options else model, *options, output="out", **given)
+
+    for change, why in CHANGES:
+        if not change:
+            job_file = read_json("out/job.json")
+            changed = json.dumps(job_file | {"wedlm_generate": FORMAT - 1})
+            Path("out/job.json").write_text(changed, encoding="utf-8")
+        before = files()
+        capsys.readouterr()
+        assert job(change) == 2
+        error = capsys.readouterr().err
+        assert f"records of another job ({why}" in error
+        assert error.endswith("; choose another output, or delete them with --overwrite\n")
+        assert files() == before
+    for _ in range(2):  # the second time it finds its own records
+        assert job("--seed 1 --overwrite") == 0
+        assert [record["id"] for record in results("out")] == list(range(1, 11))
 
 
-def test_memory_that_does_not_suffice(model, quick, monkeypatch, capsys):
-    write(words(8))
-    stop_after(1, RuntimeError("RESOURCE_EXHAUSTED: out of memory"), monkeypatch)
-    assert run(model) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        "too little memory for 4 sequences at a time; try a smaller --batch-size; 2 of 8" in error
-    )
-    assert error.endswith(kept(2, 8))
-
-
-def test_other_errors_are_not_hidden_and_lose_nothing(model, quick, monkeypatch, decoded):
+def test_what_else_ends_a_job_loses_nothing(model, quick, monkeypatch, decoded, capsys):
     write(words(8))
     with monkeypatch.context() as patch:
-        stop_after(2, RuntimeError("a fault"), patch)
+        stop_after(1, RuntimeError("RESOURCE_EXHAUSTED: out of memory"), patch)
+        assert run(model) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    smaller = "too little memory for 4 sequences at a time; try a smaller --batch-size"
+    assert error.endswith(f"{smaller}; {kept(2, 8)}")
+    with monkeypatch.context() as patch:
+        stop_after(1, RuntimeError("a fault"), patch)
         with pytest.raises(RuntimeError, match="a fault"):
             run(model)
     decoded.clear()
     assert run(model) == 0
-    assert 0 < len(decoded) < 8
+    assert 0 < len(decoded) < 6
     assert [record["id"] for record in results()] == list(range(1, 9))
+
+
+# --- SIGTERM --------------------------------------------------------------------------------
+
+
+def ask_to_end():
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
@@ -229,15 +359,15 @@ def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
             add(self, *record)
             if len(decoded) == 2 and not asked:
                 asked.append(record)
-                os.kill(os.getpid(), signal.SIGTERM)
+                ask_to_end()
 
         patch.setattr(PartFile, "add", asked_to_end)
         assert run(model) == 143
     assert signal.getsignal(signal.SIGTERM) is handler
     records = len(decoded)
     assert 2 <= records < 8
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said == f"stopped by SIGTERM: {kept(records)}; the same command continues from there"
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed == f"stopped by SIGTERM: {kept(records)}; the same command continues from there"
     assert run(model) == 0
     assert len(decoded) == 16
     assert [record["id"] for record in results()] == list(range(1, 17))
@@ -255,7 +385,7 @@ def test_sigterm_keeps_no_prompt_that_lacks_samples(model, monkeypatch, capsys):
 
         def asked_to_end(self, sample):
             if not asked:
-                os.kill(os.getpid(), signal.SIGTERM)
+                ask_to_end()
             asked.append(sample)
             end(self, sample)
 
@@ -274,7 +404,7 @@ def test_sigterm_waits_no_longer_than_its_grace(model, quick, monkeypatch, capsy
 
     def slow(self, records, on_progress, **_):
         yield next(quick_run(self, records, on_progress))
-        os.kill(os.getpid(), signal.SIGTERM)
+        ask_to_end()
         while True:  # forwards of sequences that do not end
             on_progress(Progress(2, None, 40, 20, 80))
 
@@ -285,14 +415,13 @@ def test_sigterm_waits_no_longer_than_its_grace(model, quick, monkeypatch, capsy
 
 def test_sigterm_before_anything_is_decoded(model, monkeypatch, capsys):
     write(words(2))
-    monkeypatch.setattr(
-        "infer.job.job.build_index", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-    )
+    monkeypatch.setattr("infer.job.job.build_index", lambda *_: ask_to_end())
     assert run(model) == 143
     assert capsys.readouterr().err == "stopped by SIGTERM: nothing was decoded yet\n"
     assert os.listdir() == ["in.jsonl"]
 
 
+@pytest.mark.full
 def test_replicas_change_no_row(model):
     records = words(8)
     records[2] = {"prompt": "12 + 30 = " * 20}
@@ -300,3 +429,60 @@ def test_replicas_change_no_row(model):
     assert run(model) == 0
     assert run(model, "--mesh", "data=2", output="replicas.jsonl") == 0
     assert Path("replicas.jsonl").read_bytes() == Path("out.jsonl").read_bytes()
+
+
+# --- real processes -------------------------------------------------------------------------
+
+NO_DRAFTS = ("--window-size", "0", "--max-tokens", "16", "--shard-size", "20")
+LIMIT_S = 120
+
+
+def kept_records():
+    """Rows in finished shards and in parts."""
+    finished = sum(
+        path.read_bytes().count(b"\n")
+        for path in Path("out").glob("rows-*.jsonl")
+        if path.with_suffix(".manifest.json").exists()
+    )
+    numbers = set()
+    for path in Path("out").glob("parts/*.part"):
+        if not Path("out", path.name.partition(".")[0] + ".manifest.json").exists():
+            try:
+                with path.open("rb") as file:
+                    file.readline()
+                    numbers.update(number for number, _ in whole_records(file))
+            except FileNotFoundError:
+                pass  # has become a shard
+    return finished + len(numbers)
+
+
+def wait_for_records(child, records):
+    deadline = time.monotonic() + LIMIT_S
+    while kept_records() < records:
+        assert child.is_alive(), Path("printed.txt").read_text()
+        assert time.monotonic() < deadline, Path("printed.txt").read_text()
+        time.sleep(0.01)
+
+
+@pytest.mark.full
+def test_a_job_killed_again_and_again_is_the_job_that_was_never_killed(model):
+    kills, rows = 10, 500
+    drawn = [{**one, "sampling": {"temperature": 1.0}} for one in words(rows)]
+    drawn[::25] = [{"prompt": 5}] * (rows // 25)
+    write([{"id": f"row {i}", **one} for i, one in enumerate(drawn)])
+    assert run(model, *NO_DRAFTS, output="unbroken") == 0
+    moments = random.Random(0)
+    reached = []
+    for records in sorted(moments.sample(range(rows * 3 // 4), kills)):
+        child = start(model, *NO_DRAFTS)
+        wait_for_records(child, records)
+        time.sleep(moments.uniform(0, 0.05))
+        child.kill()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+        reached.append(kept_records())
+    assert reached == sorted(reached), "what was kept once stays"
+    assert 0 < reached[-1] < rows
+    assert run(model, *NO_DRAFTS, "--batch-size", "16", output="out") == 0
+    assert contents("out") == contents("unbroken")
+    assert not list(Path("out").glob("**/*.part"))

@@ -19,19 +19,17 @@ from infer.job.shard_decoder import JobProgress
 from infer.job.shard_folder import JOB, ShardFolder, folder_digest
 from tests.infer.job.job_examples import (
     PRELOADED,
-    contents,
     interrupt,
     read_json,
     results,
     run,
-    stop_after,
     words,
     write,
 )
 from wedlm_jax.errors import InputError
 
 
-def test_checkpoint_may_be_moved_but_not_changed(model, tmp_path):
+def test_a_checkpoint_may_be_moved_but_not_changed(model, tmp_path):
     copy = Path(shutil.copytree(model, tmp_path / "copy"))
     (copy / "notes.md").write_text("no part of the model")
     assert folder_digest(copy) == folder_digest(model)
@@ -72,7 +70,7 @@ def job(seed):
     }
 
 
-def claims(barrier, told, folder, seed, links):
+def claims(barrier, pipe, folder, seed, links):
     """Claims one folder after another, each at the same moment as the other processes do."""
 
     @contextlib.contextmanager
@@ -90,12 +88,12 @@ def claims(barrier, told, folder, seed, links):
         try:
             made = ShardFolder(Path(folder) / str(number), job(seed), SHARDS)
             assert made.open(SHARDS[0]) is not None
-            said = "has it"
+            outcome = "has it"
         except InputError as refused:
-            said = str(refused)
+            outcome = str(refused)
         except InUse:
-            said = "has it in use"
-        told.send(said)
+            outcome = "has it in use"
+        pipe.send(outcome)
 
 
 @pytest.mark.parametrize("links", [True, pytest.param(False, marks=pytest.mark.full)])
@@ -106,19 +104,20 @@ def test_of_jobs_that_begin_at_once_one_gets_the_folder(tmp_path, seeds, links):
     context.set_forkserver_preload(PRELOADED)
     barrier = context.Barrier(len(seeds))
     pipes = [context.Pipe(duplex=False) for _ in seeds]
-    arguments = [
-        (barrier, told, str(tmp_path), seed, links)
-        for seed, (_, told) in zip(seeds, pipes, strict=True)
+    children = [
+        context.Process(
+            target=claims, args=(barrier, sender, str(tmp_path), seed, links), daemon=True
+        )
+        for seed, (_, sender) in zip(seeds, pipes, strict=True)
     ]
-    children = [context.Process(target=claims, args=given, daemon=True) for given in arguments]
     for child in children:
         child.start()
     winners = set()
     for number in range(ROUNDS):
-        said = [heard.recv() if heard.poll(120) else "nothing" for heard, _ in pipes]
+        outcomes = [receiver.recv() if receiver.poll(120) else "nothing" for receiver, _ in pipes]
         owner = read_json(str(tmp_path / str(number) / JOB))["settings"]["seed"]
         winners.add(owner)
-        for seed, text in zip(seeds, said, strict=True):
+        for seed, text in zip(seeds, outcomes, strict=True):
             if seed == owner:
                 # The same job on several hosts: one has the shard, the others find it in use.
                 assert text.startswith("has it")
@@ -130,23 +129,121 @@ def test_of_jobs_that_begin_at_once_one_gets_the_folder(tmp_path, seeds, links):
     assert len(winners) > 1, "they did begin at once"
 
 
-def test_a_job_that_has_just_begun_keeps_its_folder(model, quick, monkeypatch, capsys):
+# --- what happens in the middle of a job ----------------------------------------------------
+
+
+@pytest.fixture
+def meanwhile(monkeypatch):
+    """Lets something happen before one call of a method of the job's folder, or after it."""
+
+    def at(method, act, call=0, *, after=False):
+        real, calls = getattr(ShardFolder, method), itertools.count()
+
+        def with_company(self, *arguments):
+            now = next(calls) == call
+            if now and not after:
+                act(self.folder)
+            result = real(self, *arguments)
+            if now and after:
+                act(self.folder)
+            return result
+
+        monkeypatch.setattr(ShardFolder, method, with_company)
+
+    return at
+
+
+def test_a_job_that_has_just_begun_keeps_its_folder(model, quick, meanwhile, capsys):
     """Another one comes after the claim and before the first record, as while it compiles."""
     write(words(7))
-    begin, other = ShardFolder.open, list[int]()
-
-    def meanwhile(self, *arguments):
-        if not other:
-            other.append(0)
-            other[0] = run(model, "--seed", "5", output="out")
-        return begin(self, *arguments)
-
-    monkeypatch.setattr(ShardFolder, "open", meanwhile)
+    other = []
+    meanwhile("open", lambda _: other.append(run(model, "--seed", "5", output="out")))
     assert run(model, output="out") == 0
     assert other == [2]
-    said = capsys.readouterr().err
-    assert "out: another job has begun here (seed is 0 there and 5 here), and has no" in said
+    printed = capsys.readouterr().err
+    assert "out: another job has begun here (seed is 0 there and 5 here), and has no" in printed
     assert [record["id"] for record in results("out")] == list(range(1, 8))
+
+
+OUTPUTS = pytest.mark.parametrize("output", ["out.jsonl", "out"])
+
+
+@OUTPUTS
+@pytest.mark.parametrize("folder_is_removed", [True, False])
+def test_a_job_without_records_yet_outlives(
+    model, quick, output, folder_is_removed, meanwhile, capsys
+):
+    """A removed folder, or the same command given once more."""
+    write(words(4))
+    assert run(model, output="alone") == 0
+
+    def harm(folder):
+        if folder_is_removed:
+            shutil.rmtree(folder)
+        else:
+            assert run(model, output=output) == 0
+            assert "1 of 1 shard still unfinished" in capsys.readouterr().err
+
+    meanwhile("open", harm, after=True)
+    assert run(model, output=output) == 0
+    assert results(output) == results("alone")
+
+
+@OUTPUTS
+def test_two_writers_of_one_shard_do_no_harm(work, model, quick, output, meanwhile, monkeypatch):
+    """As on a file system without locks: one begins and ends while another is at it."""
+    write([*words(7), {"promt": "a"}])
+    assert run(model, "--shard-size", "3", output="alone") == 0
+    monkeypatch.setattr("infer.job.part_file._lock", lambda file: True)
+
+    def whole_job(_):
+        assert run(model, "--shard-size", "3", output=output) == 0
+        assert results(output) == results("alone")
+
+    meanwhile("seal", whole_job)
+    assert run(model, "--shard-size", "3", output=output) == 0
+    assert results(output) == results("alone")
+    assert not [path for path in work.rglob("*") if path.suffix in (".part", ".tmp")]
+    if output == "out.jsonl":
+        assert sorted(os.listdir("out.jsonl.shards")) == ["job.json", "stats.json"]
+
+
+@OUTPUTS
+def test_another_job_that_takes_the_folder_gets_no_rows_of_this_one(
+    model, quick, output, meanwhile, capsys
+):
+    write(words(7))
+    other = ("--seed", "5", "--shard-size", "3")
+    assert run(model, *other, output="alone") == 0
+
+    def take(_):
+        assert run(model, "--seed", "5", "--overwrite", output=output) == 0
+
+    meanwhile("seal", take, call=1)
+    assert run(model, "--shard-size", "3", output=output) == 2
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert "another job has taken this folder since (seed is 5 there and 0 here)" in printed
+    assert results(output) == results("alone")
+
+
+def test_progress_counts_what_other_processes_finish(model, quick, meanwhile, monkeypatch):
+    write(words(40))
+    shown = []
+    monkeypatch.setattr(
+        JobProgress, "show", lambda self, _: shown.append(self.done) if self.total == 40 else None
+    )
+    meanwhile("seal", lambda _: host(model, 1, 2), after=True)
+    assert run(model, "--shard-size", "2", output="out") == 0
+    assert shown == sorted(shown)
+    assert shown[-1] > 30, "the other has decoded half of them"
+
+
+# --- hosts ----------------------------------------------------------------------------------
+
+
+def host(model, number, count, output="out"):
+    shape = ["--shard-size", "2", "--num-hosts", str(count), "--host-id", str(number)]
+    return run(model, *shape, output=output)
 
 
 @pytest.mark.parametrize("hosts", [1, 2])
@@ -160,157 +257,50 @@ def test_a_job_that_was_stopped_before_its_first_record_leaves_the_folder(model,
     assert run(model, "--seed", "5", "--overwrite", output="out") == 0
 
 
-def host(model, number, count, *options, output="out"):
-    shape = ["--shard-size", "2", "--num-hosts", str(count), "--host-id", str(number)]
-    return run(model, *shape, *options, output=output)
-
-
-@pytest.mark.parametrize("output", ["out.jsonl", "out"])
+@OUTPUTS
 def test_the_last_host_ends_the_job(work, model, quick, decoded, output, capsys):
     write(words(15))
-    assert run(model, output="alone.jsonl") == 0
-    alone = results("alone.jsonl")
-    shutil.rmtree("alone.jsonl.shards")
+    assert run(model, output="alone") == 0
+    alone = results("alone")
+    shutil.rmtree("alone")
     decoded.clear()
     for number, records, left in ((2, 4, 6), (0, 6, 3), (1, 5, 0)):
         before = len(decoded)
         capsys.readouterr()
         assert host(model, number, 3, output=output) == 0
         assert len(decoded) - before == records
-        said = capsys.readouterr().err
-        told = f"host {number} of 3 has done its share; {left} of 8 shards still unfinished: other "
-        assert (told + "processes, or another run, will decode them\n" in said) == (left > 0)
+        printed = capsys.readouterr().err
+        share = f"host {number} of 3 has done its share; {left} of 8 shards still unfinished: other"
+        assert (share + " processes, or another run, will decode them\n" in printed) == (left > 0)
         assert any(work.rglob("stats.json")) == (left == 0)
-    assert f"{output}: 15 records" in said
+    assert f"{output}: 15 records" in printed
     assert results(output) == alone
-
-
-def test_other_hosts_go_on(model, quick, decoded, monkeypatch):
-    write(words(40))
-    assert run(model, output="alone") == 0
-    decoded.clear()
-    for number in range(4):
-        with monkeypatch.context() as patch:
-            stop_after(1 + number, KeyboardInterrupt(), patch)
-            assert host(model, number, 4) == 130
-    for number in range(3):
-        assert host(model, number, 3) == 0
-    assert [record["id"] for record in results("out")] == list(range(1, 41))
-    assert contents("out") == contents("alone")
-    assert len(decoded) <= 40 + 4 * 4, "what was kept is not done again"
-    assert read_json("out/stats.json")["last_run"]["hosts"] == 3
+    (stats,) = work.rglob("stats.json")
+    assert read_json(stats)["last_run"]["hosts"] == 3
 
 
 def test_a_shard_that_another_process_is_at_is_left_to_it(model, quick, decoded, capsys):
     write(words(8))
     interrupt(1, model, "--shard-size", "4", output="out")
     (part, *_) = sorted(Path("out/parts").glob("*.part"))
-    kept = len(decoded)
+    before = len(decoded)
     with part.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert run(model, output="out") == 0
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("this process is done; 1 of 2 shards still unfinished")
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith("this process is done; 1 of 2 shards still unfinished")
     assert run(model, output="out") == 0
     assert [record["id"] for record in results("out")] == list(range(1, 9))
-    assert kept + 4 <= len(decoded) <= 12
-
-
-@pytest.mark.parametrize("output", ["out.jsonl", "out"])
-@pytest.mark.parametrize("harm", ["the same command", "a removed folder"])
-def test_a_job_without_records_yet_outlives(harm, model, quick, output, monkeypatch, capsys):
-    write(words(4))
-    assert run(model, output="alone") == 0
-    begin, depth = ShardFolder.open, itertools.count()
-
-    def meanwhile(self, *arguments):
-        part = begin(self, *arguments)
-        if next(depth) == 0:
-            if harm == "the same command":
-                assert run(model, output=output) == 0
-                assert "1 of 1 shard still unfinished" in capsys.readouterr().err
-            else:
-                shutil.rmtree(self.folder)
-        return part
-
-    monkeypatch.setattr(ShardFolder, "open", meanwhile)
-    assert run(model, output=output) == 0
-    assert results(output) == results("alone")
-
-
-def test_progress_counts_what_other_processes_finish(model, quick, monkeypatch):
-    write(words(40))
-    shown, seal, other = list[int](), ShardFolder.seal, itertools.count()
-
-    def meanwhile(self, *arguments):
-        seal(self, *arguments)
-        if next(other) == 0:
-            assert host(model, 1, 2) == 0
-
-    def show(self, *_):
-        if self.total == 40:
-            shown.append(self.done)
-
-    monkeypatch.setattr(ShardFolder, "seal", meanwhile)
-    monkeypatch.setattr(JobProgress, "show", show)
-    assert run(model, "--shard-size", "2", output="out") == 0
-    assert shown == sorted(shown)
-    assert shown[-1] > 30, "the other has decoded half of them"
-
-
-@pytest.mark.parametrize("output", ["out.jsonl", "out"])
-def test_two_writers_of_one_shard_do_no_harm(work, model, quick, output, monkeypatch):
-    """As on a file system without locks: one begins and ends while another is at it."""
-    write([*words(7), {"promt": "a"}])
-    assert run(model, "--shard-size", "3", output="alone") == 0
-    monkeypatch.setattr("infer.job.part_file._lock", lambda file: True)
-    seal, depth = ShardFolder.seal, itertools.count()
-
-    def meanwhile(self, *arguments):
-        if next(depth) == 0:
-            assert run(model, "--shard-size", "3", output=output) == 0
-            assert results(output) == results("alone")
-        seal(self, *arguments)
-
-    monkeypatch.setattr(ShardFolder, "seal", meanwhile)
-    assert run(model, "--shard-size", "3", output=output) == 0
-    assert results(output) == results("alone")
-    assert not [path for path in work.rglob("*") if path.suffix in (".part", ".tmp")]
-    if output == "out.jsonl":
-        assert sorted(path.name for path in Path("out.jsonl.shards").iterdir()) == [
-            "job.json",
-            "stats.json",
-        ]
-
-
-@pytest.mark.parametrize("output", ["out.jsonl", "out"])
-def test_another_job_that_takes_the_folder_gets_no_rows_of_this_one(
-    model, quick, output, monkeypatch, capsys
-):
-    write(words(7))
-    assert run(model, "--seed", "5", "--shard-size", "3", output="alone") == 0
-    seal, depth = ShardFolder.seal, itertools.count()
-
-    def meanwhile(self, *arguments):
-        if next(depth) == 1:
-            assert run(model, "--seed", "5", "--overwrite", output=output) == 0
-        seal(self, *arguments)
-
-    monkeypatch.setattr(ShardFolder, "seal", meanwhile)
-    assert run(model, "--shard-size", "3", output=output) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "another job has taken this folder since (seed is 5 there and 0 here)" in said
-    assert results(output) == results("alone")
+    assert before + 4 <= len(decoded) <= 12
 
 
 def test_a_shard_of_another_job_is_not_put_into_the_output(model, quick, capsys):
     write(words(7))
     assert run(model, "--shard-size", "3", output="out") == 0
     path = Path("out/rows-00001-of-00003.manifest.json")
-    manifest = read_json(str(path))
+    manifest = read_json(path)
     manifest["job"]["settings"]["params"]["seed"] = 5
     path.write_text(json.dumps(manifest), encoding="utf-8")
-    capsys.readouterr()
     assert run(model, output="out") == 2
     assert f"{path}: belongs to another job; remove it" in capsys.readouterr().err
     path.unlink()
