@@ -3,69 +3,38 @@
 import io
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
 
 from infer import generate
 from infer.generate import _print_logprobs
-from tests.examples.decode import EVERYTHING
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.forward_sizes import two_sizes
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.errors import InputError
-from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
-SHAPE = ["--window-size", "4", "--max-tokens", "24"]
-ONE_SIZE = "--deterministic"
-"""Little is compiled."""
+LOAD = generate.load
+SHAPE = ["--window-size", "4", "--max-tokens", "24", "--deterministic"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture(scope="module")
-def llm(model):
-    llm = LLM(model, window_size=4, max_batch_size=1, deterministic=True)
-    llm.engine.expect(EVERYTHING)
-    return llm
-
-
-def run(model, *arguments):
-    """Runs the command; one program is compiled for whatever the tests ask for."""
-    load = generate.load
-
-    def expecting_everything(options):
-        llm = load(options)
-        llm.engine.expect(EVERYTHING)
-        return llm
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "load", expecting_everything)
-        return run_as_it_is(model, *arguments)
-
-
-def run_as_it_is(model, *arguments):
-    return main(["generate", "--model", model, ONE_SIZE, *SHAPE, *arguments])
+def run(checkpoint, *arguments):
+    return main(["generate", "--model", str(checkpoint), *SHAPE, *arguments])
 
 
 # --- the text and the summary ------------------------------------------------------------
 
 
-def test_prompt_prints_its_text_and_nothing_else(model, llm, capsys):
+def test_prompt_prints_its_text_and_nothing_else(checkpoint, llm, capsys):
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     capsys.readouterr()
-    assert run(model, "--prompt", "the cat") == 0
+    assert run(checkpoint, "--prompt", "the cat") == 0
     out, err = capsys.readouterr()
     assert out == f"{expected.text}\n"
     tokens, forwards = len(expected.token_ids), expected.num_forwards
-    notice, line = err.splitlines()
-    assert notice.startswith("plain-text prompts are completed without the chat template")
+    *notices, line = err.splitlines()  # a model gives its notice once
+    assert all(one.startswith("plain-text prompts are completed without") for one in notices)
     assert line.startswith(
         f"{tokens} tokens in {forwards} forwards ({tokens / forwards:.2f} tokens per forward), "
     )
@@ -73,27 +42,25 @@ def test_prompt_prints_its_text_and_nothing_else(model, llm, capsys):
 
 
 @pytest.mark.full
-def test_a_jobs_warm_up_compiles_what_its_other_options_need(model, tmp_path, monkeypatch):
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_a_jobs_warm_up_compiles_what_its_other_options_need(checkpoint, tmp_path, monkeypatch):
+    source, output, counts = tmp_path / "in.jsonl", tmp_path / "out.jsonl", []
     source.write_text('{"prompt": "the cat"}\n', encoding="utf-8")
-    loaded = []
-    load = generate.load
 
     def counting(options):
-        llm = load(options)
-        loaded.append((llm, llm.engine.num_programs))
+        llm = LOAD(options)
+        counts.append((llm, llm.engine.num_programs))
         return llm
 
     monkeypatch.setattr(generate, "load", counting)
     arguments = f"--input {source} --output {output} --max-model-len 64 --batch-size 2"
     options = "--mode paper --logprobs 1 --warmup"
-    assert run_as_it_is(model, *arguments.split(), *options.split()) == 0
-    [(llm, programs)] = loaded
+    assert run(checkpoint, *arguments.split(), *options.split()) == 0
+    [(llm, programs)] = counts
     assert '"logprobs"' in output.read_text(encoding="utf-8")
     assert llm.engine.num_programs == programs
 
 
-def test_options_reach_the_decoder(model, llm, capsys):
+def test_options_reach_the_decoder(checkpoint, llm, capsys):
     params = SamplingParams(
         max_tokens=20,
         temperature=0.9,
@@ -108,79 +75,70 @@ def test_options_reach_the_decoder(model, llm, capsys):
     assert expected.text
     options = "--max-tokens 20 --temperature 0.9 --top-p 0.95 --top-k 50 --seed 11 --mode paper"
     options += " --entropy-threshold none --position-penalty 0.5"
-    assert run(model, "--prompt", "the cat", *options.split()) == 0
+    assert run(checkpoint, "--prompt", "the cat", *options.split()) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
     stop = expected.text[5:8]
-    assert run(model, "--prompt", "the cat", *options.split(), "--stop", "never", stop) == 0
+    assert run(checkpoint, "--prompt", "the cat", *options.split(), "--stop", "never", stop) == 0
     assert capsys.readouterr().out == expected.text[: expected.text.index(stop)] + "\n"
 
 
-def test_penalties_and_bad_words_reach_the_decoder(model, llm, capsys):
-    (plain,) = llm.generate("the cat", SamplingParams(max_tokens=24))
-    bad = (plain.text[:1], "no")
-    penalties = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 1.0}
-    params = SamplingParams(max_tokens=24, min_tokens=24, bad_words=bad, **penalties)
-    (expected,) = llm.generate("the cat", params)
-    assert expected.text != plain.text
-    options = "--min-tokens 24 --repetition-penalty 1.5 --presence-penalty 0.5"
-    options += " --frequency-penalty 1.0 --bad-words"
-    assert run(model, "--prompt", "the cat", *options.split(), *bad) == 0
-    assert capsys.readouterr().out == f"{expected.text}\n"
-
-
-@pytest.mark.parametrize("piped", ["the cat", "the cat\n", "the cat\r\n"])
-def test_prompt_from_standard_input(model, llm, piped, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
-    assert run(model, "--prompt", "-") == 0
+def test_prompt_from_standard_input(checkpoint, llm, monkeypatch, capsys):
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
-    assert capsys.readouterr().out == f"{expected.text}\n"
+    for piped in ("the cat", "the cat\n", "the cat\r\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+        assert run(checkpoint, "--prompt", "-") == 0
+        assert capsys.readouterr().out == f"{expected.text}\n"
+    stdin = io.TextIOWrapper(io.BytesIO("naïve".encode("utf-16")), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run(checkpoint, "--prompt", "-") == 2
+    assert "--prompt -: expected UTF-8 text" in capsys.readouterr().err
 
 
-@pytest.mark.full
-def test_chat_applies_the_template(model, llm, capsys):
+def test_chat_applies_the_template(checkpoint, llm, capsys):
     params = SamplingParams(max_tokens=24)
     (expected,) = llm.chat([{"role": "user", "content": "the cat"}], params)
     (plain,) = llm.generate("the cat", params)
-    assert run(model, "--chat", "--prompt", "the cat") == 0
+    assert run(checkpoint, "--chat", "--prompt", "the cat") == 0
     assert capsys.readouterr().out == f"{expected.text}\n" != f"{plain.text}\n"
 
 
-@pytest.mark.full
-def test_samples_of_a_prompt_one_below_the_other(model, llm, capsys):
+def test_samples_of_a_prompt_one_below_the_other(checkpoint, llm, capsys):
     params = SamplingParams(max_tokens=24, temperature=0.8, n=2)
     (expected,) = llm.generate("the cat", params)
-    assert run(model, "--prompt", "the cat", "--n", "2", "--temperature", "0.8") == 0
+    assert run(checkpoint, "--prompt", "the cat", "--n", "2", "--temperature", "0.8") == 0
     first, second = (sample.text for sample in expected.samples)
     shown = f"--- sample 1 of 2 ---\n{first}\n--- sample 2 of 2 ---\n{second}\n"
     assert capsys.readouterr().out == shown
 
 
-def test_log_probabilities_of_a_prompt_a_line_a_token(model, llm, capsys):
+def test_log_probabilities_of_a_prompt_a_line_a_token(checkpoint, llm, capsys):
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24, logprobs=2))
     capsys.readouterr()
-    assert run(model, "--prompt", "the cat", "--logprobs", "2") == 0
+    assert run(checkpoint, "--prompt", "the cat", "--logprobs", "2") == 0
     out, err = capsys.readouterr()
     assert out == f"{expected.text}\n"
-    _, *lines, _ = err.splitlines()
-    assert expected.logprobs is not None
+    lines = err.splitlines()[-1 - len(expected.token_ids) : -1]
     assert [line.split()[0] for line in lines] == [f"{x.logprob:.3f}" for x in expected.logprobs]
 
 
 def test_the_token_that_ends_a_text_is_shown(llm, capsys):
     (end,) = llm.engine.config.eos_token_ids
-    said = TokenLogprob(-0.5, [(end, -0.5)])
-    _print_logprobs(llm, Completion("", [end], "stop", 1, 1, [said]))
+    logprobs = [TokenLogprob(-0.5, [(end, -0.5)])]
+    _print_logprobs(llm, Completion("", [end], "stop", 1, 1, logprobs))
     name = repr(llm.tokenizer.convert_ids_to_tokens(end))
     assert capsys.readouterr().err.split() == ["-0.500", name, name, "-0.50"]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("options", ["--mesh data=2 --deterministic", ""])
-def test_neither_devices_nor_many_sizes_change_what_is_said(model, llm, options, capsys):
+def test_neither_devices_nor_many_sizes_change_the_text(
+    checkpoint, llm, options, monkeypatch, capsys
+):
     (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
-    arguments = ["--model", model, *SHAPE, "--prompt", "the cat", *options.split()]
+    monkeypatch.setattr(generate, "load", LOAD)
+    arguments = ["--model", str(checkpoint), *SHAPE[:-1], "--prompt", "the cat"]
     with two_sizes():
-        assert main(["generate", *arguments]) == 0
+        assert main(["generate", *arguments, *options.split()]) == 0
     assert capsys.readouterr().out == f"{expected.text}\n"
 
 
@@ -239,14 +197,10 @@ REFUSED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("none") / "bare", tokenizer=False))
-
-
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_refused(model, bare, arguments, message, capsys):
-    assert run(model, *shlex.split(arguments.replace("BARE", bare))) == 2
+def test_refused(checkpoint, without_tokenizer, arguments, message, capsys):
+    words = shlex.split(arguments.replace("BARE", str(without_tokenizer)))
+    assert run(checkpoint, *words) == 2
     out, err = capsys.readouterr()
     assert out == ""
     *notices, line = err.splitlines()
@@ -264,26 +218,19 @@ PARSED = (
 )
 
 
-@pytest.mark.parametrize("option", PARSED)
-def test_refused_by_the_parser(model, option, capsys):
-    name, value = option.split()
-    with pytest.raises(SystemExit) as exit_status:
-        run(model, "--prompt", "a", f"--{name}", value)
-    assert exit_status.value.code == 2
-    assert f"--{name}" in capsys.readouterr().err
+def test_refused_by_the_parser(checkpoint, capsys):
+    for option in PARSED:
+        name, value = option.split()
+        with pytest.raises(SystemExit) as exit_status:
+            run(checkpoint, "--prompt", "a", f"--{name}", value)
+        assert exit_status.value.code == 2
+        assert f"--{name}" in capsys.readouterr().err
 
 
-def test_without_model_the_embedded_one(tmp_path, monkeypatch, capsys, model):
-    monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", Path(model))
+def test_without_model_the_embedded_one(tmp_path, monkeypatch, capsys, checkpoint):
+    monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", checkpoint)
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 0
     assert capsys.readouterr().out
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 2
     assert "no model is embedded in this installation" in capsys.readouterr().err
-
-
-def test_standard_input_that_is_no_text(model, monkeypatch, capsys):
-    stdin = io.TextIOWrapper(io.BytesIO("naïve".encode("utf-16")), encoding="utf-8")
-    monkeypatch.setattr(sys, "stdin", stdin)
-    assert run(model, "--prompt", "-") == 2
-    assert "--prompt -: expected UTF-8 text" in capsys.readouterr().err

@@ -10,7 +10,6 @@ from infer.trace import SequenceTrace, read_trace, write_trace
 from wedlm_jax.__main__ import main
 from wedlm_jax.engine.interface import Request, Traced, WindowForward
 from wedlm_jax.errors import InputError
-from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 PROMPT, LENGTH = 5, 12
@@ -65,8 +64,7 @@ def test_out_of_order_is_behind_a_mask_that_stays():
     assert (first["start"], first["entropies"]) == (0, [None, *[0.5124] * 4, None])
 
 
-def test_the_news_of_a_stream_join_to_the_whole(checkpoint):
-    llm = LLM(checkpoint, window_size=4, deterministic=True, max_batch_size=1)
+def test_the_news_of_a_stream_join_to_the_whole(llm):
     params = SamplingParams(max_tokens=LENGTH, mode="paper")
     prompt = llm.as_ids("one two")
     trace, news = SequenceTrace(llm.codec, params, len(prompt), 4), []
@@ -95,13 +93,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "says"), REFUSED)
-def test_refused(arguments, says, written, tmp_path, monkeypatch, capsys):
+def test_refused(written, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = arguments.replace("HERE", str(tmp_path)).replace("WRITTEN", str(written)).split()
-    assert main(words) == 2
-    assert says.replace("HERE", str(tmp_path)) in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    for arguments, sentence in REFUSED:
+        words = arguments.replace("HERE", str(tmp_path)).replace("WRITTEN", str(written)).split()
+        assert main(words) == 2
+        assert sentence.replace("HERE", str(tmp_path)) in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
 
 
 def changed(whole, path, value):
@@ -119,41 +117,38 @@ def changed(whole, path, value):
 FORWARD = ("sequences", 0, "forwards", 0)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "says"),
-    [
-        (("format",), "x", 'expected an object with "format": "wedlm-trace"'),
-        (("version",), 2, "version 2; this one reads 1"),
-        (("sequences",), [], "sequences: expected a list of at least one"),
-        (("sequences", 0), 3, "sequence 0: expected an object"),
-        (("sequences", 0, "forwards"), [], "sequence 0: forwards: expected at least one"),
-        (("sequences", 0, "tokens"), {"1": 2}, "sequence 0: tokens: expected an object of texts"),
-        ((*FORWARD, "start"), "0", "sequence 0, forward 0: start: expected an integer"),
-        ((*FORWARD, "start"), True, "forward 0: start: expected an integer"),
-        ((*FORWARD, "start"), 10**12, "sequence 0, forward 0: start: expected -1 to 0"),
-        ((*FORWARD, "start"), -2, "sequence 0, forward 0: start: expected -1 to 0"),
-        ((*FORWARD, "slots"), [], "forward 0: slots: expected at least one"),
-        ((*FORWARD, "entropies"), [0.1], "entropies: expected "),
-        ((*FORWARD, "filled"), [[1]], "filled: expected pairs [slot, id]"),
-        ((*FORWARD, "rejected"), [99], "expected slots from 0 to "),
-        ((*FORWARD[:3], 1, "rejected"), ..., "sequence 0, forward 1: rejected is missing"),
-    ],
-)
-def test_a_damaged_file_is_refused(path, value, says, written, tmp_path):
-    whole = changed(json.loads(written.read_bytes()), path, value)
+DAMAGE = [
+    (("format",), "x", 'expected an object with "format": "wedlm-trace"'),
+    (("version",), 2, "version 2; this one reads 1"),
+    (("sequences",), [], "sequences: expected a list of at least one"),
+    (("sequences", 0), 3, "sequence 0: expected an object"),
+    (("sequences", 0, "forwards"), [], "sequence 0: forwards: expected at least one"),
+    (("sequences", 0, "tokens"), {"1": 2}, "sequence 0: tokens: expected an object of texts"),
+    ((*FORWARD, "start"), "0", "sequence 0, forward 0: start: expected an integer"),
+    ((*FORWARD, "start"), True, "forward 0: start: expected an integer"),
+    ((*FORWARD, "start"), 10**12, "sequence 0, forward 0: start: expected -1 to 0"),
+    ((*FORWARD, "start"), -2, "sequence 0, forward 0: start: expected -1 to 0"),
+    ((*FORWARD, "slots"), [], "forward 0: slots: expected at least one"),
+    ((*FORWARD, "entropies"), [0.1], "entropies: expected "),
+    ((*FORWARD, "filled"), [[1]], "filled: expected pairs [slot, id]"),
+    ((*FORWARD, "rejected"), [99], "expected slots from 0 to "),
+    ((*FORWARD[:3], 1, "rejected"), ..., "sequence 0, forward 1: rejected is missing"),
+]
+
+
+def test_a_damaged_file_is_refused(written, tmp_path):
     bad = tmp_path / "bad.json"
-    bad.write_text(json.dumps(whole), encoding="utf-8")
-    with pytest.raises(InputError) as error:
-        read_trace(bad)
-    assert str(error.value).startswith(f"{bad}: ")
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"[1, 2", b"null", b"[]"])
-def test_what_is_no_trace(content, tmp_path):
-    (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(InputError, match=r"x\.json: expected"):
-        read_trace(tmp_path / "x.json")
+    for path, value, sentence in DAMAGE:
+        whole = changed(json.loads(written.read_bytes()), path, value)
+        bad.write_text(json.dumps(whole), encoding="utf-8")
+        with pytest.raises(InputError) as error:
+            read_trace(bad)
+        assert str(error.value).startswith(f"{bad}: ")
+        assert sentence in str(error.value)
+    for content in (b"", b"\x00\xff", b"[1, 2", b"null", b"[]"):
+        bad.write_bytes(content)
+        with pytest.raises(InputError, match=r"bad\.json: expected"):
+            read_trace(bad)
 
 
 # --- the drawing -------------------------------------------------------------------------
