@@ -96,18 +96,15 @@ def recipe_architecture(model):
     }
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_cannot_be_are_refused():
+    model = {"model": str(ROOT / "configs/wedlm_8b.yaml")}
+    for options, message in (
         ({}, "needs --model"),
-        ({"window_size": "auto"}, "one --window-size"),
-        ({"batch_size": 0}, "--batch-size"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(options, message):
-    model = {} if message == "needs --model" else {"model": str(ROOT / "configs/wedlm_8b.yaml")}
-    with pytest.raises(InputError, match=message):
-        main({"topology": "v5e:2x4", **model, **options})
+        (model | {"window_size": "auto"}, "one --window-size"),
+        (model | {"batch_size": 0}, "--batch-size"),
+    ):
+        with pytest.raises(InputError, match=message):
+            main({"topology": "v5e:2x4", **options})
 
 
 def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, capsys):
@@ -115,6 +112,20 @@ def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, caps
     recipe = str(ROOT / "configs" / "wedlm_8b.yaml")
     assert wedlm(["generate", "--compile-only", "--model", recipe]) == 2
     assert capsys.readouterr() == ("", f"wedlm generate: {NO_LIBTPU}\n")
+
+
+SMALL = {
+    "model_type": "wedlm",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 1024,
+    "mask_token_id": 1000,
+    "eos_token_id": 1001,
+}
 
 
 @pytest.mark.full
@@ -129,18 +140,7 @@ def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, caps
 )
 def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, options):
     """In a process of its own: the compiler's library wants one to itself."""
-    config = {
-        "model_type": family,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 1024,
-        "mask_token_id": 1000,
-        "eos_token_id": 1001,
-    }
+    config = SMALL | {"model_type": family}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     command = "-m wedlm_jax generate --compile-only --topology v5e:2x4 --batch-size 8"
     command += f" --max-model-len 192 --model {tmp_path}"

@@ -6,6 +6,7 @@ import re
 import pytest
 
 import infer.demo
+import infer.evaluate
 from infer.demo import FILLED_STYLE, MASK, MASK_STYLE, TAIL, plain, styled
 from infer.score import columns
 from tests.infer.few_questions import PROMPTS, write_questions
@@ -14,16 +15,25 @@ from wedlm_jax.engine.interface import WindowView
 from wedlm_jax.errors import InputError
 from wedlm_jax.text import TextCodec
 
+DECODERS_AT = infer.evaluate.decoders_at
+
 
 @pytest.fixture(autouse=True)
 def embedded(checkpoint, tmp_path, monkeypatch):
-    """A tiny model and few questions in the place of the embedded ones."""
+    """A tiny model, few questions and short answers in the place of the embedded ones."""
     path = write_questions(tmp_path / "heldout.jsonl")
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", checkpoint)
     monkeypatch.setattr("infer.evaluate.EMBEDDED_QUESTIONS", path)
 
+    def decoders_at(*arguments, **options):
+        small = {"window_size": 4, "batch_size": 4, "max_tokens": 24}
+        return DECODERS_AT(*arguments, **options | small)
 
-def test_without_a_terminal_it_prints_plain_lines(capsys):
+    monkeypatch.setattr("infer.evaluate.decoders_at", decoders_at)
+
+
+def test_without_a_terminal_it_prints_plain_lines(capsys, monkeypatch):
+    monkeypatch.setattr(infer.demo, "PASSES", 1)
     assert infer.demo.main(["--samples", "4"]) == 0
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
@@ -34,12 +44,8 @@ def test_without_a_terminal_it_prints_plain_lines(capsys):
     assert "paper τ=0.4" in table
     assert max(map(len, table.splitlines())) <= 80
     for name, meaning in columns("AR").items():
-        words = (
-            re.escape(name.replace("/\n", "/").replace("\n", " "))
-            + r"\s+"
-            + re.escape(meaning[:30])
-        )
-        assert re.search(words, explained), name
+        shown = name.replace("/\n", "/").replace("\n", " ")
+        assert re.search(rf"{re.escape(shown)}\s+{re.escape(meaning[:30])}", explained), name
 
 
 @pytest.mark.full
@@ -58,19 +64,19 @@ def test_the_picture_has_a_line_for_each_forward(tmp_path, capsys):
     assert picture.read_text(encoding="utf-8").replace("&#160;", " ") == first
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--samples 1", "--samples: expected at least 4, not 1"),
-        ("--seconds -1", "--seconds: expected 0 to 60, not -1"),
-        ("--seconds nan", "--seconds"),
-        ("--record demo.png", "--record demo.png: expected an .svg file"),
-        ("--record no/such/demo.svg", "--record no/such/demo.svg: expected"),
-    ],
-)
-def test_bad_options_are_refused(arguments, message):
-    with pytest.raises(InputError, match=message):
-        infer.demo.main(arguments.split())
+BAD_OPTIONS = {
+    "--samples 1": "--samples: expected at least 4, not 1",
+    "--seconds -1": "--seconds: expected 0 to 60, not -1",
+    "--seconds nan": "--seconds",
+    "--record demo.png": "--record demo.png: expected an .svg file",
+    "--record no/such/demo.svg": "--record no/such/demo.svg: expected",
+}
+
+
+def test_bad_options_are_refused():
+    for arguments, message in BAD_OPTIONS.items():
+        with pytest.raises(InputError, match=message):
+            infer.demo.main(arguments.split())
 
 
 # --- the window as text ----------------------------------------------------------------------
@@ -81,9 +87,7 @@ def codec(tmp_path_factory):
     # Specials and bytes only: a character of ASCII is a token, € is three.
     folder = tmp_path_factory.mktemp("tokenizer")
     save_tokenizer(train_tokenizer([], 260), folder)
-    loaded = TextCodec.load(folder)
-    assert loaded is not None
-    return loaded
+    return TextCodec.load(folder)
 
 
 def window(codec, slots):
@@ -128,15 +132,12 @@ def test_every_filled_slot_shows_something(codec):
     assert [piece for piece, _ in cells(codec, "", view)] == ["", "·", "·", "�", MASK]
 
 
-@pytest.mark.parametrize("length", [0, 1, TAIL - 1, TAIL, TAIL + 1, 3 * TAIL])
-def test_plain_keeps_the_end_of_the_text(codec, length):
-    committed = ("0123456789" * length)[:length]
-    tail = plain(codec, codec.encode(committed), window(codec, "_")).removesuffix("|_")
-    if length <= TAIL:
-        assert tail == committed
-    else:
-        assert len(tail) == TAIL
-        assert tail == "…" + committed[-(TAIL - 1) :]
+def test_plain_keeps_the_end_of_the_text(codec):
+    for length in (0, 1, TAIL - 1, TAIL, TAIL + 1, 3 * TAIL):
+        committed = ("0123456789" * length)[:length]
+        tail = plain(codec, codec.encode(committed), window(codec, "_")).removesuffix("|_")
+        cut = "…" + committed[-(TAIL - 1) :]
+        assert tail == (committed if length <= TAIL else cut)
 
 
 def test_cut_off_character_is_not_shown_as_committed(codec):

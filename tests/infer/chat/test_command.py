@@ -13,7 +13,6 @@ from tests.examples.tiny_checkpoint import CONTEXT
 from tests.infer.chat.terminal import Terminal
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
-from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 SHAPE = ["--window-size", "4", "--max-tokens", "24", "--deterministic"]
@@ -24,23 +23,20 @@ def chat(checkpoint, lines, monkeypatch, *arguments):
     return main(["chat", "--model", str(checkpoint), *SHAPE, *arguments])
 
 
-def test_a_pipe_is_answered_line_by_line(checkpoint, monkeypatch, capsys):
+def test_a_pipe_is_answered_line_by_line(checkpoint, llm, monkeypatch, capsys):
     lines = "the cat\n\n/mode fast\n/reset\none\\\ntwo\n/retry\n/quit\nnever\n"
     assert chat(checkpoint, lines, monkeypatch) == 0
     out, err = capsys.readouterr()
-    llm = LLM(checkpoint, window_size=4, max_batch_size=1, deterministic=True)
-    params = SamplingParams(max_tokens=24)
     conversations = [[{"role": "user", "content": text}] for text in ("the cat", "one\ntwo")]
-    first, second = llm.chat(conversations, params)
+    first, second = llm.chat(conversations, SamplingParams(max_tokens=24))
     assert out == f"{first.text}\n{second.text}\n{second.text}\n"
-    said = err.splitlines()
-    assert said[0] == f"{checkpoint.name}, a context of {CONTEXT} tokens. {WELCOME}"
-    assert said[2] == "mode: expected one of paper, verified, ar, not 'fast'"
-    assert said[3] == "forgotten"
+    opening, took, refused, reset, *others = err.splitlines()
+    assert opening == f"{checkpoint.name}, a context of {CONTEXT} tokens. {WELCOME}"
+    assert refused == "mode: expected one of paper, verified, ar, not 'fast'"
+    assert reset == "forgotten"
     pattern = r"\[\d+ tokens, \d\.\d\d tokens per forward, \d+ tokens/s, \d+ cached.*\]"
-    assert re.fullmatch(pattern, said[1])
-    assert re.fullmatch(pattern, said[4])
-    assert re.fullmatch(pattern, said[5])
+    assert all(re.fullmatch(pattern, line) for line in (took, *others))
+    assert len(others) == 2
 
 
 class Impatient(io.StringIO):
@@ -58,11 +54,12 @@ class Impatient(io.StringIO):
 
 
 def test_ctrl_c_stops_an_answer_and_no_other(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Impatient())
         assert chat(checkpoint, "the cat\nand?\n", monkeypatch, "--ignore-eos") == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("[")]
-    first, second = said
+    printed = capsys.readouterr().err.splitlines()
+    first, second = (line for line in printed if line.startswith("["))
     assert first.endswith(", stopped]")
     assert not first.startswith("[24 tokens")
     assert second.startswith("[24 tokens")
@@ -82,17 +79,17 @@ def test_a_model_without_a_template_says_so(checkpoint, tmp_path, monkeypatch, c
     assert out.strip()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--n", "2", "--temperature", "1"], "--n: a conversation has one answer"),
-        (["--logprobs", "1"], "--logprobs: wedlm generate shows them"),
-        (["--top-p", "0"], "--top-p: expected"),
-    ],
-)
-def test_options_that_cannot_be_are_told(arguments, message, capsys):
-    assert main(["chat", *arguments]) == 2
-    assert message in capsys.readouterr().err
+BAD_OPTIONS = {
+    "--n 2 --temperature 1": "--n: a conversation has one answer",
+    "--logprobs 1": "--logprobs: wedlm generate shows them",
+    "--top-p 0": "--top-p: expected",
+}
+
+
+def test_options_that_cannot_be_are_told(capsys):
+    for arguments, message in BAD_OPTIONS.items():
+        assert main(["chat", *arguments.split()]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_what_an_answer_took():
@@ -106,8 +103,7 @@ def test_what_an_answer_took():
     assert figures(part, 0.5, stopped=True).endswith("0 cached, stopped]")
 
 
-def test_an_empty_answer_says_why(checkpoint):
-    llm = LLM(checkpoint, window_size=0, max_batch_size=1)
+def test_an_empty_answer_says_why(llm):
     end = llm.engine.config.eos_token_ids[0]
     name = repr(llm.tokenizer.convert_ids_to_tokens(end))
     at_once = Completion("", [end], "stop", 1, 1)

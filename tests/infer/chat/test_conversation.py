@@ -8,19 +8,12 @@ import pytest
 from infer.chat.conversation import Conversation
 from infer.chat.lines import ORDERS, follow, is_order
 from tests.examples.tiny_checkpoint import CONTEXT
-from wedlm_jax.completion import Chunk, Completion
+from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=24)
-
-
-@pytest.fixture(scope="module")
-def llm(checkpoint):
-    llm = LLM(checkpoint, window_size=4, max_batch_size=1, deterministic=True)
-    llm.warm_up([PARAMS, SamplingParams(mode="ar")])
-    return llm
 
 
 @pytest.fixture
@@ -40,13 +33,12 @@ def asked(*contents):
 
 def test_a_turn_computes_its_new_tokens_alone(llm, conversation):
     llm.engine.scheduler.forget_prefixes()
-    before = list[int]()
+    before = []
     for message in ("the cat sat on the mat", "one two", "three four"):
         answer = ask(conversation, message)
         # Whole pages are kept, and the last token of a text is never one of theirs.
         page = llm.engine.settings.page_size
         assert answer.num_cached_tokens >= (len(before) - 1) // page * page
-        assert conversation._past is not None
         _, before = conversation._past
     assert answer.num_cached_tokens > 0
 
@@ -76,7 +68,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(llm, conversation, mo
     whole = ask(conversation, "the cat")
     assert len(whole.token_ids) > 2
     conversation.reset()
-    chunks = list[Chunk]()
+    chunks = []
     for chunk in conversation.answer("the cat", stopping=lambda: bool(chunks)):
         chunks.append(chunk)
     last = chunks[-1].completion
@@ -90,16 +82,12 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(llm, conversation, mo
     assert ask(conversation, "and?").num_forwards > 0
 
 
-def test_nothing_remains_of_a_message_that_was_stopped_before_its_answer(conversation):
-    assert list(conversation.answer("the cat", stopping=lambda: True)) == []
-    assert conversation._messages == []
-
-
 def test_a_message_that_is_no_unicode_is_told_and_forgotten(conversation):
     """Such as a terminal of another encoding gives."""
     with pytest.raises(InputError, match="half of a surrogate pair"):
         ask(conversation, "the \udcff cat")
-    assert conversation._messages == []
+    assert list(conversation.answer("the cat", stopping=lambda: True)) == []
+    assert conversation._messages == [], "nor does one stay that was stopped before its answer"
 
 
 def test_an_answer_may_fill_the_context_unless_told(llm):
@@ -109,27 +97,27 @@ def test_an_answer_may_fill_the_context_unless_told(llm):
 
 
 def test_a_way_out_of_a_loop_is_told_once(llm):
-    endless, ended = (Completion("a", [7], reason, 1, 1) for reason in ("length", "stop"))
+    endless, ended, stopped = (
+        Completion("a", [7], reason, 1, 1) for reason in ("length", "stop", None)
+    )
     greedy = Conversation(llm, SamplingParams())
     assert greedy.advice(ended) is None
-    said = greedy.advice(endless)
-    assert said is not None
-    assert said.startswith("the answer ran to the end of the context; ")
-    assert said.endswith("try /temperature 0.7")
+    advice = greedy.advice(endless)
+    assert advice.startswith("the answer ran to the end of the context; ")
+    assert advice.endswith("try /temperature 0.7")
     assert greedy.advice(endless) is None
-    stopped = Completion("a", [7], None, 1, 1)
     assert Conversation(llm, SamplingParams()).advice(stopped) is not None
     assert Conversation(llm, SamplingParams(), limited=True).advice(endless) is None
     assert Conversation(llm, SamplingParams(temperature=0.7)).advice(endless) is None
 
 
 def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm):
-    told = list[str]()
+    told = []
     params = SamplingParams(ignore_eos=True, max_tokens=8)
     long = Conversation(llm, params, limited=True, system="be brief", tell=told.append)
-    said = [f"the cat {number}" for number in range(10, 40)]
+    messages = [f"the cat {number}" for number in range(10, 40)]
     lengths = []
-    for text in said:
+    for text in messages:
         assert len(ask(long, text).token_ids) == 8
         assert long.messages[0] == {"role": "system", "content": "be brief"}
         assert [one["role"] for one in long.messages[1:]] == ["user", "assistant"] * (
@@ -141,14 +129,14 @@ def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm):
         "the model no longer knows them"
     ]
     kept = [one["content"] for one in long.messages if one["role"] == "user"]
-    assert 0 < len(kept) < len(said)
-    assert kept == said[-len(kept) :], "the newest stay"
+    assert 0 < len(kept) < len(messages)
+    assert kept == messages[-len(kept) :], "the newest stay"
     left = [b < a + 2 for a, b in itertools.pairwise(lengths)]
     assert 2 <= sum(left) < len(left) / 3, "several leave at once, and then none for a while"
 
 
 def test_a_message_that_does_not_fit_alone_changes_nothing(llm):
-    told = list[str]()
+    told = []
     short = Conversation(llm, PARAMS, limited=True, tell=told.append)
     ask(short, "the cat")
     before = short.messages
@@ -180,7 +168,7 @@ def test_another_answer_takes_the_place_of_the_last(llm):
 def test_a_conversation_is_saved_once(llm, conversation, tmp_path):
     conversation.system = "be brief"
     answer = ask(conversation, "thé cat").text or ""
-    file = tmp_path / "said.jsonl"
+    file = tmp_path / "chat.jsonl"
     assert follow(f"/save {file}", conversation, llm) == f"3 messages in {file}"
     (line,) = file.read_text(encoding="utf-8").splitlines()
     expected = [{"role": "system", "content": "be brief"}, *asked("thé cat", answer)]
@@ -192,20 +180,13 @@ def test_a_conversation_is_saved_once(llm, conversation, tmp_path):
     assert file.read_text(encoding="utf-8").splitlines() == [line]
 
 
-@pytest.fixture
-def without_template(llm, monkeypatch):
+def test_without_a_template_messages_are_completed(llm, monkeypatch):
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    return Conversation(llm, PARAMS, limited=True)
-
-
-def test_without_a_template_messages_are_completed(llm, without_template):
-    assert not without_template.has_template
+    conversation = Conversation(llm, PARAMS, limited=True)
+    assert not conversation.has_template
     (expected,) = llm.generate("the cat", PARAMS)
-    ask(without_template, "one two")
-    assert ask(without_template, "the cat").text == expected.text
-
-
-def test_without_a_tokenizer_there_is_no_conversation(llm, monkeypatch):
+    ask(conversation, "one two")
+    assert ask(conversation, "the cat").text == expected.text
     monkeypatch.setattr(llm, "codec", None)
     with pytest.raises(InputError, match="no tokenizer"):
         Conversation(llm, PARAMS)
@@ -214,37 +195,44 @@ def test_without_a_tokenizer_there_is_no_conversation(llm, monkeypatch):
 # --- orders -------------------------------------------------------------------------------
 
 
+ORDER_BY_ORDER = [
+    ("/mode", "mode verified"),
+    ("/mode ar", "mode ar"),
+    ("/window", "window 4"),
+    ("/window 2", "window 2"),
+    ("/temperature", "temperature 0"),
+    ("/temperature 0.7", "temperature 0.7"),
+    ("/system be brief", "the system's message is set"),
+    ("/system", "no system's message"),
+    ("/reset ", "forgotten"),
+]
+
+
 def test_orders_change_what_follows(llm, conversation):
-    assert follow("/mode", conversation, llm) == "mode verified"
-    assert follow("/mode ar", conversation, llm) == "mode ar"
-    assert ask(conversation, "the cat").tokens_per_forward == 1
-    assert follow("/window", conversation, llm) == "window 4"
-    assert follow("/window 2", conversation, llm) == "window 2"
-    assert conversation.window == 2
-    assert follow("/temperature", conversation, llm) == "temperature 0"
-    assert follow("/temperature 0.7", conversation, llm) == "temperature 0.7"
-    assert conversation.params.temperature == 0.7
-    assert follow("/system be brief", conversation, llm) == "the system's message is set"
-    assert conversation.system == "be brief"
-    assert follow("/system", conversation, llm) == "no system's message"
-    assert follow("/reset ", conversation, llm) == "forgotten"
-    assert conversation._messages == []
+    for line, reply in ORDER_BY_ORDER:
+        assert follow(line, conversation, llm) == reply
+        if line == "/mode ar":
+            assert ask(conversation, "the cat").tokens_per_forward == 1
+        if line == "/system be brief":
+            assert conversation.system == "be brief"
+    assert (conversation.window, conversation.params.temperature) == (2, 0.7)
+    assert (conversation.messages, conversation.system) == ([], "")
     listed = follow("/help", conversation, llm)
     assert all(order in listed for order in ORDERS)
     with pytest.raises(EOFError):
         follow("/quit", conversation, llm)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "window", "line", "said"),
-    [
-        ("wedlm", "auto", "/window auto", "window auto"),
-        ("qwen3", None, "/window auto", "window 0: {name} was not trained on masks"),
-        ("qwen3", None, "/window 8", "/window: expected 0, not 8: this model was not trained on"),
-        ("wedlm", 0, "/window 8", "/window: expected 0, not 8: this model has no windows"),
-    ],
-)
-def test_windows_that_are_no_number(checkpoint, stock, model_type, window, line, said):
+WINDOWS = [
+    ("wedlm", "auto", "/window auto", "window auto"),
+    ("qwen3", None, "/window auto", "window 0: {name} was not trained on masks"),
+    ("qwen3", None, "/window 8", "/window: expected 0, not 8: this model was not trained on"),
+    ("wedlm", 0, "/window 8", "/window: expected 0, not 8: this model has no windows"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "window", "line", "reply"), WINDOWS)
+def test_windows_that_are_no_number(checkpoint, stock, model_type, window, line, reply):
     folder = checkpoint if model_type == "wedlm" else stock
     llm = LLM(folder, window_size=window)
     conversation = Conversation(llm, PARAMS)
@@ -252,34 +240,31 @@ def test_windows_that_are_no_number(checkpoint, stock, model_type, window, line,
         answer = follow(line, conversation, llm)
     except InputError as error:
         answer = str(error)
-    assert answer.startswith(said.format(name=folder))
+    assert answer.startswith(reply.format(name=folder))
     assert conversation.window is None
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/mode fast", "mode: expected one of"),
-        ("/window 5", "/window: expected 0 to 4"),
-        ("/window auto", "/window: auto is chosen when a chat begins, by --window-size auto"),
-        ("/window x", "/window: expected a number"),
-        ("/temperature hot", "/temperature: expected a number, not 'hot'"),
-        ("/temperature -1", "temperature: expected a number from 0"),
-        ("/temp 1", "no command '/temp'; did you mean '/temperature'"),
-        ("/exit", "no command '/exit'; did you mean '/quit'"),
-        ("/retry it", "/retry: expected nothing after it, not 'it'"),
-        ("/save", "/save: expected the name of a file"),
-        ("/rest", "no command '/rest'; did you mean '/reset'"),
-        ("/nonsense", "no command '/nonsense'; /help lists them"),
-        ("/", "no command '/'; /help lists them"),
-    ],
-)
-def test_orders_that_cannot_be_followed_are_told(llm, conversation, line, message):
-    assert is_order(line)
-    with pytest.raises(InputError, match=f"^{message}"):
-        follow(line, conversation, llm)
-    assert (conversation.params, conversation.window) == (PARAMS, None)
+BAD_ORDERS = {
+    "/mode fast": "mode: expected one of",
+    "/window 5": "/window: expected 0 to 4",
+    "/window auto": "/window: auto is chosen when a chat begins, by --window-size auto",
+    "/window x": "/window: expected a number",
+    "/temperature hot": "/temperature: expected a number, not 'hot'",
+    "/temperature -1": "temperature: expected a number from 0",
+    "/temp 1": "no command '/temp'; did you mean '/temperature'",
+    "/exit": "no command '/exit'; did you mean '/quit'",
+    "/retry it": "/retry: expected nothing after it, not 'it'",
+    "/save": "/save: expected the name of a file",
+    "/rest": "no command '/rest'; did you mean '/reset'",
+    "/nonsense": "no command '/nonsense'; /help lists them",
+    "/": "no command '/'; /help lists them",
+}
 
 
-def test_a_space_in_front_makes_it_a_message():
-    assert not is_order(" /etc/passwd")
+def test_orders_that_cannot_be_followed_are_told(llm, conversation):
+    for line, message in BAD_ORDERS.items():
+        assert is_order(line)
+        with pytest.raises(InputError, match=f"^{message}"):
+            follow(line, conversation, llm)
+        assert (conversation.params, conversation.window) == (PARAMS, None)
+    assert not is_order(" /etc/passwd"), "a space in front makes it a message"
