@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import httpx2
 import pytest
@@ -73,62 +72,52 @@ def test_values_of_every_kind(folder):
     assert settings("--config", "other.toml", WEDLM_NO_WARMUP="false")["no_warmup"] is False
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("[serve]\nprot = 1", "unknown key 'prot'; did you mean 'port'?"),
-        ("[serve]\nport = 'x'", "wedlm.toml: port: invalid int value: 'x'"),
-        ("[serve]\nport = [1, 2]", r"wedlm.toml: port: expected one value, not \[1, 2\]"),
-        ("[serve]\nmode = 'fast'", "wedlm.toml: mode: invalid choice: 'fast'"),
-        ("[serve]\nquiet = 'perhaps'", "quiet: expected true or false, not 'perhaps'"),
-        ("serve = 1", r"expected \[serve\] to be a table"),
-        ("[serve", "cannot be read as TOML"),
-        ("\xff", "cannot be read as TOML"),
-        (None, "cannot be read as TOML"),
-    ],
-)
-def test_a_bad_file_is_named(folder, text, sentence):
-    if text is not None:
-        (folder / "wedlm.toml").write_bytes(text.encode("latin-1"))
-    with pytest.raises(InputError, match=sentence):
+BAD_FILES = [
+    ("[serve]\nprot = 1", "unknown key 'prot'; did you mean 'port'?"),
+    ("[serve]\nport = 'x'", "wedlm.toml: port: invalid int value: 'x'"),
+    ("[serve]\nport = [1, 2]", r"wedlm.toml: port: expected one value, not \[1, 2\]"),
+    ("[serve]\nmode = 'fast'", "wedlm.toml: mode: invalid choice: 'fast'"),
+    ("[serve]\nquiet = 'perhaps'", "quiet: expected true or false, not 'perhaps'"),
+    ("serve = 1", r"expected \[serve\] to be a table"),
+    ("[serve", "cannot be read as TOML"),
+    ("\xff", "cannot be read as TOML"),
+]
+
+
+def test_bad_files_and_variables_are_named(folder, capsys):
+    with pytest.raises(InputError, match="cannot be read as TOML"):
         settings("--config", "wedlm.toml")
-
-
-def test_a_bad_variable_is_named(capsys):
     with pytest.raises(InputError, match="WEDLM_PORT: invalid int value: 'x'"):
         settings(WEDLM_PORT="x")
     assert settings(WEDLM_PROT="1", OTHER="2") == {}
-    said = "WEDLM_PROT is ignored, as no setting is called so; did you mean 'port'?"
-    assert said in capsys.readouterr().err
+    warning = "WEDLM_PROT is ignored, as no setting is called so; did you mean 'port'?"
+    assert warning in capsys.readouterr().err
+    for text, sentence in BAD_FILES:
+        (folder / "wedlm.toml").write_bytes(text.encode("latin-1"))
+        with pytest.raises(InputError, match=sentence):
+            settings("--config", "wedlm.toml")
 
 
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--port", "70000"], "--port: expected 0 to 65535"),
-        (["--grace", "0"], "--grace: expected a number above 0"),
-        (["--max-waiting", "-1"], "--max-waiting: expected 0 or more, not -1"),
-        (["--api-key", " "], "--api-key: expected a key"),
-        (["--temperature", "-1"], "--temperature: expected a number"),
-        (["--n", "2", "--temperature", "1"], "--n: requests say how many"),
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid --port 8000: "),
-        (["--port", "0", "--model", "missing"], "missing"),
-    ],
-)
-def test_bad_flags_end_it_before_it_listens(flags, sentence, capsys):
-    assert main(["serve", *flags]) == 2
-    assert sentence in capsys.readouterr().err
+BAD_FLAGS = [
+    ("--port 70000", "--port: expected 0 to 65535"),
+    ("--grace 0", "--grace: expected a number above 0"),
+    ("--max-waiting -1", "--max-waiting: expected 0 or more, not -1"),
+    ("--api-key=", "--api-key: expected a key"),
+    ("--temperature -1", "--temperature: expected a number"),
+    ("--n 2 --temperature 1", "--n: requests say how many"),
+    ("--host nowhere.invalid", "--host nowhere.invalid --port 8000: "),
+    ("--port 0 --model missing", "missing"),
+    ("--port TAKEN --model missing", "in use"),
+]
 
 
-def test_an_address_that_is_taken_is_told_before_the_model_is_read(capsys):
+def test_bad_flags_end_it_before_it_listens(monkeypatch, capsys):
     with command.listening_socket("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert main(["serve", "--port", port, "--model", "missing"]) == 2
-    assert "in use" in capsys.readouterr().err
-
-
-def test_without_its_packages_it_says_how_to_get_them(monkeypatch, capsys):
+        for flags, sentence in BAD_FLAGS:
+            assert main(["serve", *flags.replace("TAKEN", port).split()]) == 2
+            assert sentence in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve"]) == 2
     assert "pip install 'wedlm-jax[serve]'" in capsys.readouterr().err
@@ -151,7 +140,6 @@ def serving(checkpoint, *flags, **environment):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     try:
         line = process.stdout.readline()
         assert " at http://" in line, process.communicate()[1]
@@ -197,12 +185,11 @@ def test_sigterm_under_load_and_kill_and_restart(checkpoint):
                 assert answer.json()["choices"] == expected
         with pytest.raises(httpx2.ConnectError):
             ask(url)
-        assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
 
 
 def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason():
-    sent, ended = list[Any](), list[bool]()
+    sent, ended = [], []
 
     async def events():
         yield b"data: 1\n\n"
@@ -247,23 +234,20 @@ def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint):
         assert "the server is ending" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("flags", "level"), [([], logging.INFO), (["--quiet"], logging.NOTSET)])
-def test_quiet_turns_the_lines_off(flags, level, monkeypatch):
-    server = SimpleNamespace(run=lambda sockets: None)
+def test_quiet_turns_the_lines_off(monkeypatch):
     service = SimpleNamespace(
         engine=SimpleNamespace(programs=SimpleNamespace(is_compiling=False)),
         options=SimpleNamespace(model="the-model"),
     )
+    server = SimpleNamespace(run=lambda sockets: None)
     monkeypatch.setattr("infer.serve.http_server.make_server", lambda *_, **__: server)
     monkeypatch.setattr("infer.serve.app.make_app", lambda service: None)
-    before = REQUESTS.level
-    REQUESTS.setLevel(logging.NOTSET)
-    try:
-        with command.listening_socket("127.0.0.1", 0) as sock:
+    levels = []
+    monkeypatch.setattr(REQUESTS, "setLevel", levels.append)
+    with command.listening_socket("127.0.0.1", 0) as sock:
+        for flags, expected in ((["--quiet"], []), ([], [logging.INFO])):
             assert command.serve(service, sock, vars(command.parser().parse_args(flags))) == 0
-        assert REQUESTS.level == level
-    finally:
-        REQUESTS.setLevel(before)
+            assert levels == expected
 
 
 def test_only_long_waits_are_logged(caplog, monkeypatch):

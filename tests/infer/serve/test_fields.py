@@ -6,7 +6,6 @@ import json
 import httpx2
 import openai
 import pytest
-from pydantic import ValidationError
 
 from infer.serve.errors import ApiError
 from infer.serve.fields import (
@@ -46,24 +45,40 @@ def test_every_field_of_sampling_is_a_field_of_both():
                 assert schema[name].get(least) == option.low
 
 
+SAME_AS_SAMPLING_PARAMS = [
+    {"temperature": 1, "top_k": -1, "stop": "x", "logprobs": 0, "seed": 7, "ignore_eos": True},
+    {"temperature": 0.5, "stop": ["x", "y"], "stop_token_ids": [1, 2]},
+    {"logit_bias": {"5": 3, "6": -2.5}, "bad_words": ["a", [1, 2]]},
+    {"mode": "paper", "entropy_threshold": None},
+    {"entropy_threshold": 0.2},
+    {"json_schema": {"type": "object"}},
+    {"regex": "a+"},
+]
+SCHEMA = {"type": "array", "items": {"type": "integer"}}
+NAMED = {"name": "numbers", "strict": True, "schema": SCHEMA}
+JSON_OBJECT = {"type": "json_object"}
+BY_OTHER_NAMES = [
+    ({"response_format": {"type": "text"}}, {}),
+    ({"response_format": JSON_OBJECT}, {"json_schema": {"type": "object"}}),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": NAMED}},
+        {"json_schema": SCHEMA},
+    ),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"json": '{"type": "array"}'}}, {"json_schema": {"type": "array"}}),
+    ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+    ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+]
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": 1, "top_k": -1, "stop": "x", "logprobs": 0, "seed": 7, "ignore_eos": True},
-        {"temperature": 0.5, "stop": ["x", "y"], "stop_token_ids": [1, 2]},
-        {"logit_bias": {"5": 3, "6": -2.5}, "bad_words": ["a", [1, 2]]},
-        {"mode": "paper", "entropy_threshold": None},
-        {"entropy_threshold": 0.2},
-        {"json_schema": {"type": "object"}},
-        {"regex": "a+"},
-    ],
+    ("fields", "params"), [*((one, one) for one in SAME_AS_SAMPLING_PARAMS), *BY_OTHER_NAMES]
 )
-def test_a_value_means_what_it_means_to_sampling_params(fields):
-    expected = SamplingParams(**{"seed": None, "max_tokens": 1000} | fields)
+def test_a_value_means_what_it_means_to_sampling_params(fields, params):
+    expected = SamplingParams(**{"seed": None, "max_tokens": 1000} | params)
     assert params_of(**fields) == expected
-    if "logprobs" in fields:
-        fields = fields | {"logprobs": True}
-    assert chat_params_of(**fields) == expected
+    of_chat = fields | ({"logprobs": True} if "logprobs" in fields else {})
+    assert chat_params_of(**of_chat) == expected
 
 
 def test_null_is_the_default():
@@ -83,29 +98,6 @@ def test_samples_without_a_temperature_get_openai_s():
     assert params_of(n=3, temperature=0.2).temperature == 0.2
 
 
-SCHEMA = {"type": "array", "items": {"type": "integer"}}
-NAMED = {"name": "numbers", "strict": True, "schema": SCHEMA}
-BY_SCHEMA = {"type": "json_schema", "json_schema": NAMED}
-JSON_OBJECT = {"type": "json_object"}
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"response_format": {"type": "text"}}, {}),
-        ({"response_format": JSON_OBJECT}, {"json_schema": {"type": "object"}}),
-        ({"response_format": BY_SCHEMA}, {"json_schema": SCHEMA}),
-        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
-        ({"structured_outputs": {"json": '{"type": "array"}'}}, {"json_schema": {"type": "array"}}),
-        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
-        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
-    ],
-)
-def test_formats_by_the_names_of_others(fields, expected):
-    wanted = SamplingParams(seed=None, max_tokens=1000, **expected)
-    assert params_of(**fields) == chat_params_of(**fields) == wanted
-
-
 def test_names_of_a_chat():
     assert chat_params_of(max_completion_tokens=7).max_tokens == 7
     assert chat_params_of(logprobs=True).logprobs == 0
@@ -113,27 +105,14 @@ def test_names_of_a_chat():
     assert chat_params_of(logprobs=False).logprobs is None
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_supported_may_be_given_if_it_asks_for_nothing(name):
-    for value in (None, *REFUSED[name]):
-        check_refused(ChatRequest(messages=MESSAGES, **{name: value}))
-    with pytest.raises(ApiError, match=f"{name}: not supported") as refused:
-        check_refused(ChatRequest(messages=MESSAGES, **{name: {"type": "function"}}))
-    assert (refused.value.status, refused.value.param) == (400, name)
-
-
-def test_what_changes_nothing_may_be_anything():
-    fields = {name: {"any": ["thing"]} for name in IGNORED}
-    assert params_of(**fields) == params_of()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("top_k", 1.0), ("seed", "1"), ("ignore_eos", 1), ("stop_token_ids", ["a"]), ("stream", 1)],
-)
-def test_types_are_not_guessed(field, value):
-    with pytest.raises(ValidationError):
-        CompletionRequest(prompt="x", **{field: value})
+def test_what_is_not_supported_may_be_given_if_it_asks_for_nothing():
+    for name, neutral in REFUSED.items():
+        for value in (None, *neutral):
+            check_refused(ChatRequest(messages=MESSAGES, **{name: value}))
+        with pytest.raises(ApiError, match=f"{name}: not supported") as refused:
+            check_refused(ChatRequest(messages=MESSAGES, **{name: {"type": "function"}}))
+        assert (refused.value.status, refused.value.param) == (400, name)
+    assert params_of(**{name: {"any": ["thing"]} for name in IGNORED}) == params_of()
 
 
 def test_there_is_a_type_for_every_kind_of_field():
@@ -154,6 +133,9 @@ TEXT_FIELDS = [
     ({"temperature": -1}, "temperature: expected a number from 0 to 1,000,000"),
     ({"temperature": "warm"}, NUMBER),
     ({"temperature": True}, NUMBER),
+    ({"top_k": 1.0}, "top_k: input should be a valid integer"),
+    ({"seed": "1"}, "seed: input should be a valid integer"),
+    ({"ignore_eos": 1}, "ignore_eos: input should be a valid boolean"),
     ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temp"),
     ({"max_tokens": 1.5}, "max_tokens: input should be a valid integer"),
     ({"max_tokens": 9999}, "max_tokens 9999 exceed max_model_len 1024"),
@@ -168,7 +150,6 @@ TEXT_FIELDS = [
     ({"mode": "fast"}, "mode: input should be 'paper', 'verified' or 'ar'"),
     ({"window_size": 9}, "window_size: expected 0 to 8"),
     ({"stop": 7}, "stop: input should be a valid string"),
-    ({"suffix": "end"}, "suffix: not supported"),
     ({"stream_options": {}}, "stream_options: expected stream to be true"),
     ({"stream": "yes"}, "stream: input should be a valid boolean"),
 ]
@@ -190,7 +171,6 @@ CHAT_FIELDS = [
     ({"prompt": "x"}, "unknown field 'prompt'"),
     # Formats, by the name that the body gives them.
     ({"json_schema": NOT}, 'json_schema: Unimplemented keys: ["not"]'),
-    ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}},
         'json_schema: Unimplemented keys: ["not"]',
@@ -198,10 +178,7 @@ CHAT_FIELDS = [
     ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
     ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "says the same as json_schema"),
     ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
-    (
-        {"structured_outputs": {"json": NOT}, "response_format": {"type": "text"}},
-        'json_schema: Unimplemented keys: ["not"]',
-    ),
+    ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
     ({"regex": "a", "response_format": JSON_OBJECT}, "regex: expected none"),
     ({"regex": "(?=a)"}, "regex: look-around"),
     ({"structured_outputs": {"regex": "(?=a)"}}, "regex: look-around"),
@@ -218,45 +195,54 @@ BAD_MESSAGES = [
 PLACES = "37 completions are asked for; this server takes 36 at most"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 REFUSALS = [
-    *((TEXT, {"max_tokens": 4} | fields, next(iter(fields)), said) for fields, said in TEXT_FIELDS),
-    *((CHAT, fields, next(iter(fields)), said) for fields, said in CHAT_FIELDS),
-    *((CHAT, {"messages": [one]}, f"messages.0.{at}", said) for one, at, said in BAD_MESSAGES),
+    *(
+        (TEXT, {"max_tokens": 4} | fields, next(iter(fields)), sentence)
+        for fields, sentence in TEXT_FIELDS
+    ),
+    *((CHAT, fields, next(iter(fields)), sentence) for fields, sentence in CHAT_FIELDS),
+    *(
+        (CHAT, {"messages": [one]}, f"messages.0.{at}", sentence)
+        for one, at, sentence in BAD_MESSAGES
+    ),
     (TEXT, {"n": 37}, None, PLACES),
+    (TEXT, {"stop_token_ids": ["a"]}, "stop_token_ids.0", "input should be a valid integer"),
 ]
+
+
+def refused(server, path, content, kind="application/json"):
+    response = httpx2.post(server.url + path, content=content, headers={"Content-Type": kind})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
 
 
 @pytest.mark.parametrize(("path", "fields", "param", "sentence"), REFUSALS)
 def test_a_bad_field_is_named(server, path, fields, param, sentence):
     body = ({"prompt": "the cat"} if path == TEXT else {"messages": MESSAGES}) | fields
     # In ASCII: half a character is no UTF-8.
-    headers = {"Content-Type": "application/json"}
-    response = httpx2.post(server.url + path, content=json.dumps(body), headers=headers)
-    assert response.status_code == 400, response.text
-    error = response.json()["error"]
+    error = refused(server, path, json.dumps(body))
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert sentence in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "kind", "sentence"),
-    [
-        (b"{", "application/json", "not valid JSON"),
-        (b"", "application/json", "expected a JSON object"),
-        (b"[1]", "application/json", "expected a JSON object"),
-        (b'{"prompt": "x"}', "text/plain", "expected a JSON object"),
-        (b'{"prompt": "x", "temperature": NaN}', "application/json", "temperature"),
-        (b'{"prompt": "x", "temperature": 1e999}', "application/json", "temperature"),
-        (b"[" * 100_000, "application/json", "not valid JSON (it is nested too deeply)"),
-        (b"\xff\xfe\x00", "application/json", "not valid JSON (it is not text in UTF-8)"),
-        (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", "application/json", ""),
-    ],
-)
-def test_a_body_that_is_no_request(server, body, kind, sentence):
-    response = httpx2.post(
-        f"{server.url}/v1/completions", content=body, headers={"Content-Type": kind}
+NO_REQUESTS = [
+    (b"{", "not valid JSON"),
+    (b"", "expected a JSON object"),
+    (b"[1]", "expected a JSON object"),
+    (b'{"prompt": "x", "temperature": NaN}', "temperature"),
+    (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
+    (b"[" * 100_000, "not valid JSON (it is nested too deeply)"),
+    (b"\xff\xfe\x00", "not valid JSON (it is not text in UTF-8)"),
+    (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", ""),
+]
+
+
+def test_a_body_that_is_no_request(server):
+    for body, sentence in NO_REQUESTS:
+        assert sentence in refused(server, TEXT, body)["message"]
+    assert (
+        "expected a JSON object"
+        in refused(server, TEXT, b'{"prompt": "x"}', "text/plain")["message"]
     )
-    assert response.status_code == 400, response.text
-    assert sentence in response.json()["error"]["message"]
 
 
 def test_openai_s_exceptions(client):
