@@ -65,19 +65,13 @@ def test_constants_are_measured_with_the_weights(subject, monkeypatch):
     assert measure(engine).tokens == [1]
 
 
-def test_times_lie_on_lines_between_those_measured():
+def test_times_lie_on_lines_between_those_measured_and_give_rates():
     assert TWO.of(1) == 2
     assert TWO.of(6) == pytest.approx(3)
     assert TWO.of(31) == pytest.approx(8), "and beyond the last"
-
-
-def test_what_products_alone_would_make_of_two_ways():
     # 100 forwards of a token, and 20 of 16: 200 ms against 100.
     assert by_products(TWO, (20, 320), (100, 100)) == pytest.approx(2)
     assert by_products(TWO, (100, 100), (100, 100)) == 1
-
-
-def test_rates_are_those_of_the_times():
     columns = {one.header: list(one.cells) for one in constants_table(TWO).columns}
     assert columns["GB/s of weights"] == ["5.00", "2.00"]
     assert columns["GFLOP/s"] == ["5.00", "32.0"]

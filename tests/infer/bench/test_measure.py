@@ -1,7 +1,5 @@
 """The frame of benchmarks: their turns, their tables, and what they write."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -13,15 +11,12 @@ from infer.bench.speeds import Speed, speed_table
 from infer.score import ratios_by_turns
 from wedlm_jax.errors import InputError
 
-
-@dataclasses.dataclass(frozen=True)
-class Length:
-    metres: float
+AR = Speed("AR", "prose", 8, 24, 1000, 1000, [1.0, 4.0, 2.0], 0.0)
 
 
 def test_by_turns_goes_round():
     calls = []
-    ways = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}  # type: ignore[misc]
+    ways = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
     assert by_turns(ways, 2, "") == {"a": [1, 3, 5], "b": [2, 4, 6]}
     assert calls == list("ababab")
 
@@ -29,12 +24,12 @@ def test_by_turns_goes_round():
 def test_figures_are_written_as_they_come(tmp_path, capsys):
     output = tmp_path / "figures.json"
     report = Report(str(output))
-    report.add("length", [Length(1.5)])
-    assert json.loads(output.read_text(encoding="utf-8"))["length"] == [{"metres": 1.5}]
-    report.add("length", [{"metres": 2.5}], table("of it", [{"way": "a way"}]))
-    report.add("length", [], "| [wide] |" * 30)
+    report.add("speed", [AR])
+    assert json.loads(output.read_text(encoding="utf-8"))["speed"] == [dataclasses.asdict(AR)]
+    report.add("speed", [{"metres": 2.5}], table("of it", [{"way": "a way"}]))
+    report.add("speed", [], "| [wide] |" * 30)
     written = json.loads(output.read_text(encoding="utf-8"))
-    assert written["length"] == [{"metres": 1.5}, {"metres": 2.5}]
+    assert written["speed"] == [dataclasses.asdict(AR), {"metres": 2.5}]
     assert written["machine"]["jax"] == jax.__version__
     assert written["machine"]["cores"] >= 1
     printed = capsys.readouterr().out
@@ -62,21 +57,13 @@ def test_a_table_shows_medians_and_leaves_out_what_is_not_there():
     ]
 
 
-# --- speeds ------------------------------------------------------------------------------
-
-
 def test_a_speed_is_against_the_same_turn_and_says_how_far_turns_differ():
     """A machine that is slow for one turn is so for all that take it."""
-    ar = Speed("AR", "prose", 8, 24, 1000, 1000, [1.0, 4.0, 2.0], 0.0)
-    masks = Speed("W = 16", "prose", 8, 24, 1000, 500, [0.5, 4.0, 1.6], 0.0)
-    assert ratios_by_turns(masks, ar) == [2.0, 1.0, 1.25]
-    shown = speed_table([ar, masks])
+    masks = dataclasses.replace(AR, way="W = 16", forwards=500, seconds=[0.5, 4.0, 1.6])
+    assert ratios_by_turns(masks, AR) == [2.0, 1.0, 1.25]
+    shown = speed_table([AR, masks])
     assert list(shown.columns[2].cells) == ["1.00×", "1.25× (1.00–2.00)"]
     assert shown.caption is None
-
-
-def test_a_short_pass_is_told():
-    speed = Speed("AR", "prose", 8, 24, 1000, 1000, [0.2, 0.2], 0.0)
-    assert speed_table([speed]).caption == (
+    assert speed_table([dataclasses.replace(AR, seconds=[0.2, 0.2])]).caption == (
         "passes of 0.2 s say little: more --prompts make them longer"
     )

@@ -9,35 +9,30 @@ import pytest
 
 from infer.bench import predict
 from infer.bench.predict import Prediction, predicted_table
+from tests.infer.test_compile_only import SMALL
 from wedlm_jax.__main__ import main
 
 ROOT = Path(__file__).parents[3]
 RECIPE = "configs/wedlm_8b.yaml"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "--predict needs --model: a folder, or a recipe with its sizes"),
-        (f"--model {RECIPE} --window-size auto", "expected numbers for --window-size, not auto"),
-        (f"--model {RECIPE} --compare drafts", "--compare goes without --predict"),
-        (f"--model {RECIPE} --passes 2", "--passes goes without --predict"),
-        ("--model configs/drafter.yaml", "expected a recipe with model.architecture"),
-        ("--model nowhere", "nowhere: no such folder"),
-    ],
-)
-def test_what_cannot_be_predicted_is_refused(arguments, message, monkeypatch, capsys):
+BAD_OPTIONS = {
+    "": "--predict needs --model: a folder, or a recipe with its sizes",
+    f"--model {RECIPE} --window-size auto": "expected numbers for --window-size, not auto",
+    f"--model {RECIPE} --compare drafts": "--compare goes without --predict",
+    f"--model {RECIPE} --passes 2": "--passes goes without --predict",
+    "--model configs/drafter.yaml": "expected a recipe with model.architecture",
+    "--model nowhere": "nowhere: no such folder",
+    "--model STOCK": "was not trained on masks; give a --drafter, or --window-size 0",
+}
+
+
+def test_what_cannot_be_predicted_is_refused(stock, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    assert main(["bench", "--predict", "v5e:2x4", *arguments.split()]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_a_model_without_masks_has_no_windows(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
-    assert main(["bench", "--predict", "v5e:2x4", "--model", str(tmp_path)]) == 2
-    assert "was not trained on masks; give a --drafter, or --window-size 0" in (
-        capsys.readouterr().err
-    )
+    for arguments, message in BAD_OPTIONS.items():
+        words = arguments.replace("STOCK", str(stock)).split()
+        assert main(["bench", "--predict", "v5e:2x4", *words]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_windows_pay_from_the_cost_of_their_forward_on():
@@ -51,26 +46,12 @@ def test_windows_pay_from_the_cost_of_their_forward_on():
     assert "predicted, not run" in table.caption
 
 
-CONFIG = {
-    "model_type": "wedlm",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 1024,
-    "mask_token_id": 1000,
-    "eos_token_id": 1001,
-}
-
-
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_a_small_model_is_predicted_for_a_real_topology(tmp_path):
     """In a process of its own: the compiler's library wants one to itself. A replica has at least
     one sequence."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
     output = tmp_path / "predicted.json"
     command = f"-m wedlm_jax bench --predict v5e:2x4 --model {tmp_path} --batch-size 1 2"
     done = subprocess.run(

@@ -17,7 +17,6 @@ from schemathesis.specs.openapi.checks import (
 
 from infer.serve.app import PATHS
 from infer.serve.shapes import LogprobShapes
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.infer.serve.conftest import SMALL
 from tests.infer.serve.running_server import running_server
 from tests.wedlm_jax.test_text import byte_tokenizer, write_tokenizer
@@ -31,7 +30,7 @@ CODEC = TextCodec.load(EMBEDDED_MODEL)
 SHAPES = LogprobShapes(CODEC)
 
 
-def said(ids):
+def logprobs(ids):
     return [TokenLogprob(-0.5, [(token_id, -0.5)]) for token_id in ids]
 
 
@@ -39,7 +38,7 @@ def said(ids):
 def test_bytes_of_tokens_join_to_those_of_the_text(text):
     ids = CODEC.encode(text)
     assert b"".join(map(CODEC.token_bytes, ids)) == text.encode()
-    entries = SHAPES.of_chat(ids, said(ids))["content"]
+    entries = SHAPES.of_chat(ids, logprobs(ids))["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]) == text.encode()
     assert SHAPES.length(ids) == len(text)
 
@@ -54,31 +53,26 @@ def test_parts_of_characters_have_names_of_their_own():
     assert (entry["token"], entry["bytes"]) == ("\\xe2", [0xE2])
     assert [other["token"] for other in entry["top_logprobs"]] == ["\\xe2", "\\x82", "\\xac"]
     whole = CODEC.encode("a€b")
-    assert SHAPES.of_text(whole, said(whole), 7)["text_offset"] == [7, 8, 9, 9, 9]
-
-
-def test_every_token_has_a_name_of_its_own():
+    assert SHAPES.of_text(whole, logprobs(whole), 7)["text_offset"] == [7, 8, 9, 9, 9]
     ids = sorted(CODEC.token_ids)
-    names = SHAPES.of_text(ids, said(ids), 0)["tokens"]
-    assert len(set(names)) == len(ids)
+    assert len(set(SHAPES.of_text(ids, logprobs(ids), 0)["tokens"])) == len(ids)
 
 
 def test_special_and_unknown_tokens(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<naïve>"])
     codec = TextCodec.load(write_tokenizer(tmp_path, tokenizer))
-    assert codec is not None
     end = tokenizer.token_to_id("<|im_end|>")
-    own = tokenizer.token_to_id("<naïve>")
+    added = tokenizer.token_to_id("<naïve>")
     assert codec.token_bytes(end) == b"<|im_end|>"
-    assert codec.token_bytes(own) == "<naïve>".encode()
+    assert codec.token_bytes(added) == "<naïve>".encode()
     assert codec.token_bytes(9999) == b""
-    assert LogprobShapes(codec).length([end, own]) == len("<naïve>")
+    assert LogprobShapes(codec).length([end, added]) == len("<naïve>")
 
 
 def test_without_a_tokenizer_they_are_numbers():
     for ids in ([5, 12], []):
-        assert LogprobShapes(None).of_text(ids, said(ids), 0)["tokens"] == [str(i) for i in ids]
+        assert LogprobShapes(None).of_text(ids, logprobs(ids), 0)["tokens"] == [str(i) for i in ids]
 
 
 # --- the description ---------------------------------------------------------------------
@@ -109,8 +103,8 @@ EVERYTHING = [
 
 
 @pytest.fixture(scope="module")
-def fuzzed(tmp_path_factory):
-    llm = LLM(write_tiny_checkpoint(tmp_path_factory.mktemp("model")), **SMALL)
+def fuzzed(checkpoint):
+    llm = LLM(checkpoint, **SMALL)
     llm.warm_up(EVERYTHING)
     with running_server(llm) as server:
         yield server

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.load_client import Ask, ask_all
+from tests.infer.serve.conftest import KINDS, SMALL
 from tests.infer.serve.running_server import running_server
+from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
 CLIENTS = 12
@@ -56,6 +58,13 @@ def offline_answers(llm, asks):
     return [one.token_ids for one in done]
 
 
+@pytest.fixture(scope="module")
+def offline(checkpoint):
+    llm = LLM(checkpoint, **SMALL)
+    llm.warm_up(KINDS)
+    return llm
+
+
 @pytest.mark.parametrize("requests", [60, pytest.param(1000, marks=pytest.mark.full)])
 def test_soak(requests, offline):
     engine = offline.engine
@@ -63,7 +72,7 @@ def test_soak(requests, offline):
     expected = offline_answers(offline, asks)
     engine.scheduler.forget_prefixes()
     compiled = engine.num_programs, engine.compile_seconds
-    heard, memory, arrays = [], list[int](), list[int]()
+    heard, memory, arrays = [], [], []
     with running_server(offline, max_waiting=CLIENTS) as server:
         for start in range(0, requests, quarter := requests // 4):
             some = asks[start : start + quarter]
