@@ -10,22 +10,19 @@ from tests.infer.chat.terminal import Terminal
 
 @pytest.mark.full
 def test_a_prompt_ends(tmp_path):
-    status, said = interrupted(tmp_path, "burst", "generate", "--chat", "--prompt", "Hello.")
+    status, printed = interrupted(tmp_path, "burst", "generate", "--chat", "--prompt", "Hello.")
     assert status == 130
-    assert said.splitlines()[-1] == "wedlm generate: interrupted while compiling"
+    assert printed.splitlines()[-1] == "wedlm generate: interrupted while compiling"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_job_says_what_is_kept(tmp_path, number, status):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
-    ended, said = interrupted(tmp_path, "burst", "generate", *files, number=number)
+    ended, printed = interrupted(tmp_path, "burst", "generate", *files, number=number)
     assert ended == status
-    assert said.splitlines()[-1] == (
+    assert printed.splitlines()[-1] == (
         f"interrupted while compiling: 0 of 2 records are kept in {tmp_path / 'out'}; the same "
         "command continues from there"
     )
@@ -40,8 +37,8 @@ def test_a_conversation_ends(tmp_path):
         while not (tmp_path / "compiling").exists():
             pass
         terminal.press_ctrl_c()
-        said = terminal.wait_for("interrupted while compiling")
-        assert "\x1b[?25h" in said, "the cursor is there again"
+        printed = terminal.wait_for("interrupted while compiling")
+        assert "\x1b[?25h" in printed, "the cursor is there again"
         assert terminal.end() == 130
         assert not (tmp_path / "compiled").exists()
     finally:

@@ -14,13 +14,11 @@ from wedlm_jax.completion import Completion
 ONE = Completion("", [0, 1, 2], "length", 2, 8)
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "place"), [([0, 9, 9], 1), ([0, 1], 2), ([0, 1, 2, 3], 3), ([0, 1, 2], None)]
-)
-def test_the_first_place_that_differs(token_ids, place):
-    other = dataclasses.replace(ONE, token_ids=token_ids)
-    expected = {} if place is None else {1: place}
-    assert first_differences([ONE, ONE], [ONE, other]) == expected
+def test_the_first_place_that_differs():
+    for token_ids, place in (([0, 9, 9], 1), ([0, 1], 2), ([0, 1, 2, 3], 3), ([0, 1, 2], None)):
+        other = dataclasses.replace(ONE, token_ids=token_ids)
+        expected = {} if place is None else {1: place}
+        assert first_differences([ONE, ONE], [ONE, other]) == expected
 
 
 @pytest.mark.full
@@ -44,11 +42,12 @@ def test_verified_is_autoregressive_on_a_tiny_model(checkpoint, tmp_path, temper
 def test_drafts_from_the_text_are_compared_where_there_are_no_masks(stock, tmp_path):
     output = tmp_path / "figures.json"
     arguments = f"--compare identity --model {stock} --questions {EMBEDDED_QUESTIONS} "
-    arguments += f"--prompts 3 --max-tokens 24 --batch-size 2 --output {output} --regime prose"
+    arguments += f"--prompts 3 --max-tokens 24 --batch-size 4 --output {output} --regime prose "
+    arguments += "--draft lookup"
     assert main(arguments.split()) == 0
-    ar, always, auto = json.loads(output.read_text(encoding="utf-8"))["identity"]
-    assert [one["way"] for one in (ar, always, auto)] == ["AR", "lookup, always", "auto"]
-    assert ar["tokens"] == always["tokens"] == auto["tokens"]
-    assert always["differ"] == auto["differ"] == 0
+    ar, always = json.loads(output.read_text(encoding="utf-8"))["identity"]
+    assert [one["way"] for one in (ar, always)] == ["AR", "lookup, always"]
+    assert ar["tokens"] == always["tokens"]
+    assert always["differ"] == 0
     # Random weights repeat themselves, which is what drafts from a text live on.
     assert always["tokens_per_forward"] > ar["tokens_per_forward"]

@@ -13,7 +13,6 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="wedlm-datasets-")
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 from infer.harness.model import HarnessModel
-from wedlm_jax.llm import LLM
 
 TEXTS = ("the cat sat on the mat", "one two three", "12 + 30 = 42", "日本語", "a", "naïve café")
 
@@ -58,10 +57,18 @@ def tasks(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def model(checkpoint):
-    return HarnessModel(checkpoint, batch_size=4, window_size=4, max_model_len=64)
+def short(checkpoint, load_once):
+    """A model of a short context, as the command loads it."""
+    options = {"window_size": 4, "max_model_len": 64, "batch_size": 4}
+    return load_once({"model": str(checkpoint), **options})
 
 
 @pytest.fixture(scope="session")
-def one_at_a_time(checkpoint):
-    return LLM(checkpoint, max_batch_size=1, window_size=4, max_model_len=64)
+def model(short):
+    return HarnessModel(short)
+
+
+@pytest.fixture(scope="session")
+def one_at_a_time(checkpoint, load_once):
+    options = {"window_size": 4, "max_model_len": 64, "batch_size": 1}
+    return load_once({"model": str(checkpoint), **options})

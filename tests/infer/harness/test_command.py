@@ -66,34 +66,38 @@ def test_answers_may_be_bounded_and_documents_left_out(checkpoint, tasks, tmp_pa
         assert sample["resps"][0][0] == llm.chat([chat], params)[0].text
 
 
+BAD_OPTIONS = {
+    "--tasks TASKS/none.yaml": "none.yaml: no such file",
+    "--tasks write --include-path TASKS/none": "no such folder",
+    "--tasks TASKS/broken.yaml": "cannot be loaded",
+    "--tasks write --include-path TASKS --model no/such/dir": "no/such/dir",
+    "--tasks write --include-path TASKS --entropy-threshold 0.2 0.4": "expected one",
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    "options",
     [
+        BAD_OPTIONS,
         pytest.param(
-            "--tasks writ --include-path TASKS",
-            "no task 'writ'; did you mean 'write'",
+            {"--tasks writ --include-path TASKS": "no task 'writ'; did you mean 'write'"},
             marks=pytest.mark.full,  # lm_eval reads all its tasks
         ),
-        ("--tasks TASKS/none.yaml", "none.yaml: no such file"),
-        ("--tasks write --include-path TASKS/none", "no such folder"),
-        ("--tasks TASKS/broken.yaml", "cannot be loaded"),
-        ("--tasks write --include-path TASKS --model no/such/dir", "no/such/dir"),
-        ("--tasks write --include-path TASKS --entropy-threshold 0.2 0.4", "expected one"),
     ],
+    ids=["files", "a name"],
 )
-def test_what_cannot_be_evaluated_is_refused_in_a_sentence(
-    checkpoint, tasks, tmp_path, arguments, says
-):
+def test_what_cannot_be_evaluated_is_refused_in_a_sentence(checkpoint, tasks, tmp_path, options):
     shutil.copytree(tasks, here := tmp_path / "tasks")
     text = (tasks / "write.yaml").read_text(encoding="utf-8")
     text = text.replace("task: write", "task: broken").replace("texts.jsonl", "none.jsonl")
     (here / "broken.yaml").write_text(text, encoding="utf-8")
-    words = arguments.replace("TASKS", str(here)).split()
-    if "--model" not in words:
-        words += ["--model", str(checkpoint)]
-    with pytest.raises(InputError, match=says) as refused:
-        main(words)
-    assert "\n" not in str(refused.value)
+    for arguments, sentence in options.items():
+        words = arguments.replace("TASKS", str(here)).split()
+        if "--model" not in words:
+            words += ["--model", str(checkpoint)]
+        with pytest.raises(InputError, match=sentence) as refused:
+            main(words)
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.full
@@ -131,11 +135,6 @@ def test_lm_eval_is_told_of_the_model_by_the_package():
     assert getattr(importlib.import_module(module), name) is HarnessModel
 
 
-def lm_eval(*arguments):
-    command = [sys.executable, "-m", "infer.harness", "--model", "wedlm", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 @pytest.mark.full
 def test_the_command_of_lm_eval_knows_the_model(checkpoint, tasks, tmp_path, monkeypatch):
     arguments = (
@@ -152,12 +151,11 @@ def test_the_command_of_lm_eval_knows_the_model(checkpoint, tasks, tmp_path, mon
 
 
 @pytest.mark.full
-def test_the_command_of_lm_eval_says_what_it_does_not_know(checkpoint, tasks):
+def test_the_command_of_lm_eval_says_what_it_does_not_know(checkpoint):
     """In a process of its own; `tests/infer/harness/test_model.py` has every such sentence."""
-    done = lm_eval(
-        *("--model_args", f"pretrained={checkpoint},windowsize=2"),
-        *("--tasks", "write", "--include_path", tasks),
-    )
+    command = [sys.executable, "-m", "infer.harness", "--model", "wedlm", "--tasks", "write"]
+    wrong = ["--model_args", f"pretrained={checkpoint},windowsize=2"]
+    done = subprocess.run([*command, *wrong], capture_output=True, text=True)
     assert done.returncode == 2
     assert "unknown model argument 'windowsize'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,7 +1,6 @@
 """The model that `lm_eval` sees, against a plain forward and against `LLM` itself."""
 
 import logging
-from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,12 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from infer.harness.model import HarnessModel
-from tests.examples.tiny_checkpoint import CONTEXT, EOS, MASK, write_tiny_checkpoint
+from tests.examples.tiny_checkpoint import CONTEXT, EOS, MASK
 from tests.infer.harness.conftest import TEXTS
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.errors import InputError
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.params import SamplingParams, sample_seed
-
-Rows = Callable[[Sequence[int]], np.ndarray]
 
 
 def asked(kind, *arguments):
@@ -131,25 +128,22 @@ def test_repeated_requests_draw_other_numbers(model, one_at_a_time):
     assert len(set(answers)) > 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({}, {"max_tokens": 256}),
-        ({"until": "x", "max_new_tokens": 9}, {"stop": ("x",), "max_tokens": 9}),
-        ({"until": ["a", ""], "stop": ["b"]}, {"stop": ("a", "b"), "max_tokens": 256}),
-        ({"stop": "end"}, {"stop": ("end",), "max_tokens": 256}),
-        ({"do_sample": True}, {"temperature": 1.0, "max_tokens": 256}),
-        ({"do_sample": False, "temperature": 0.7}, {"max_tokens": 256}),
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, None),
-        ({"mode": "paper", "entropy_threshold": 0.2}, None),
-    ],
-)
-def test_generation_arguments_in_the_words_of_the_harness(model, arguments, expected):
-    wanted = SamplingParams(**(arguments | {"max_tokens": 256} if expected is None else expected))
-    assert model._sampling(arguments, 0) == wanted
+IN_THE_WORDS_OF_THE_HARNESS = [
+    ({}, {"max_tokens": 256}),
+    ({"until": "x", "max_new_tokens": 9}, {"stop": ("x",), "max_tokens": 9}),
+    ({"until": ["a", ""], "stop": ["b"]}, {"stop": ("a", "b"), "max_tokens": 256}),
+    ({"stop": "end"}, {"stop": ("end",), "max_tokens": 256}),
+    ({"do_sample": True}, {"temperature": 1.0, "max_tokens": 256}),
+    ({"do_sample": False, "temperature": 0.7}, {"max_tokens": 256}),
+    ({"temperature": 0.7, "top_p": 0.9, "top_k": 5}, None),
+    ({"mode": "paper", "entropy_threshold": 0.2}, None),
+]
 
 
-def test_arguments_that_are_not_used_are_told(model, caplog):
+def test_generation_arguments_in_the_words_of_the_harness(model, caplog):
+    for arguments, expected in IN_THE_WORDS_OF_THE_HARNESS:
+        same = arguments | {"max_tokens": 256}
+        assert model._sampling(arguments, 0) == SamplingParams(**(expected or same))
     with caplog.at_level(logging.WARNING):
         model._sampling({"num_beams": 4}, 0)
     assert "num_beams=4 is not used" in caplog.text
@@ -197,12 +191,10 @@ def test_a_chat_is_asked_or_its_last_message_continued(model):
     assert model.apply_chat_template(begun, add_generation_prompt=False) == text + "two"
 
 
-def test_the_results_say_how_it_was_decoded(checkpoint):
-    model = HarnessModel(checkpoint, window_size=4, max_model_len=64, mode="paper")
-    assert model.llm.options.max_batch_size == 16
+def test_the_results_say_how_it_was_decoded(llm):
+    model = HarnessModel(llm, mode="paper")
     model.generate_until(asked("generate_until", (TEXTS[0], {"max_gen_toks": 8})), True)
-    params = SamplingParams(mode="paper", max_tokens=8)
-    completion = model.llm.generate(TEXTS[0], params)[0]
+    completion = llm.generate(TEXTS[0], SamplingParams(mode="paper", max_tokens=8))[0]
     info = model.get_model_info()
     assert info["mode"] == "paper"
     assert info["tokens_per_forward"] == completion.tokens_per_forward
@@ -210,24 +202,20 @@ def test_the_results_say_how_it_was_decoded(checkpoint):
     assert info["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"windowsize": 4}, "unknown model argument 'windowsize'; did you mean 'window_size'"),
-        ({"dtype": "float8"}, "dtype"),
-        ({"mode": "fast"}, "mode"),
-        ({"batch_size": "many"}, "batch_size"),
-        ({"batch_size": 0}, "batch_size"),
-        ({"tensor_parallel_size": 1000}, "mesh"),
-        ({"pretrained": "no/such/folder/here"}, "no/such/folder"),
-    ],
-)
-def test_bad_model_arguments_are_refused(checkpoint, arguments, says):
-    with pytest.raises(InputError, match=says):
-        HarnessModel(**({"pretrained": checkpoint} | arguments))
+BAD_ARGUMENTS = [
+    ({"windowsize": 4}, "unknown model argument 'windowsize'; did you mean 'window_size'"),
+    ({"dtype": "float8"}, "dtype"),
+    ({"mode": "fast"}, "mode"),
+    ({"batch_size": "many"}, "batch_size"),
+    ({"batch_size": 0}, "batch_size"),
+    ({"tensor_parallel_size": 1000}, "mesh"),
+    ({"pretrained": "no/such/folder/here"}, "no/such/folder"),
+]
 
 
-def test_a_model_without_a_tokenizer_is_refused(tmp_path):
-    folder = write_tiny_checkpoint(tmp_path / "bare", tokenizer=False)
+def test_bad_model_arguments_are_refused(checkpoint, without_tokenizer):
+    for arguments, sentence in BAD_ARGUMENTS:
+        with pytest.raises(InputError, match=sentence):
+            HarnessModel(**({"pretrained": checkpoint} | arguments))
     with pytest.raises(InputError, match="has no tokenizer"):
-        HarnessModel(folder)
+        HarnessModel(without_tokenizer)
