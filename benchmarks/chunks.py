@@ -28,7 +28,7 @@ from wedlm_jax.params import SamplingParams
 CHUNK = 1024
 """How many of the prompt's first tokens are compared with its last; a forward computes fewer."""
 OTHERS = 4
-"""Sequences that decode meanwhile, autoregressively: so each has a token a forward."""
+"""Sequences that decode meanwhile, autoregressively: so each has a token per forward."""
 OTHERS_TOKENS = 32
 """Of their prompts."""
 QUIET_FORWARDS = 64
@@ -80,7 +80,7 @@ def _figures(config: ModelConfig, tokens: int, passes: Sequence[_Pass]) -> dict[
     quiet = median(lambda one: _seconds_a_forward(one.others) * 1e3)
     busy = median(lambda one: _seconds_a_forward(one.among) * 1e3)
     return {
-        "tokens a forward beside others": median(
+        "tokens per forward beside others": median(
             lambda one: tokens / sum(burst.forwards for burst in one.among if burst.computed)
         ),
         f"its first {CHUNK:,} tokens, alone, ms": first,

@@ -129,7 +129,7 @@ def _work(subject: Subject, regimes: Regimes | None, count: int, mode: str) -> W
 
 
 def _rival_forward(rival: Rival, prompts: Sequence[list[int]]) -> Mapping[str, Any]:
-    return {"ms": rival.milliseconds_a_token(prompts, RIVAL_TOKENS)}
+    return {"ms": rival.milliseconds_per_token(prompts, RIVAL_TOKENS)}
 
 
 def _forward(engine: Engine, work: Work, sequences: int) -> Mapping[str, float]:

@@ -1,10 +1,10 @@
 """`wedlm serve` under load, and a job over the same prompts.
 
 A server process answers clients of another process on the loopback, as many prompts at a time as
-there are clients: tokens a second against decoding the same prompts offline, once as many at a time
-as the server may and once as many as there are clients; the client's share of the processors' time;
-and the times to the first token and between tokens, medians and 95th percentiles. That answers are
-the job's, and what remains of clients that go away, is tested: tests/infer/serve/test_soak.py.
+there are clients: tokens per second against decoding the same prompts offline, once as many at a
+time as the server may and once as many as there are clients; the client's share of the processors'
+time; and the times to the first token and between tokens, medians and 95th percentiles. That answers
+are the job's, and what remains of clients that go away, is tested: tests/infer/serve/test_soak.py.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def load_of(
     """Returns what this many clients at a time got.
 
     Args:
-      offline: tokens a second of a job, and of one that decodes no more at a time than there are
+      offline: tokens per second of a job, and of one that decodes no more at a time than there are
         clients.
       client_share: the client's share of the CPU seconds of both processes.
     """

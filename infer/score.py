@@ -145,7 +145,7 @@ def draw_scores(scores: Sequence[Score], path: Path) -> None:
     for column, regime in enumerate(regimes):
         some = [score for score in scores if score.regime == regime]
         checked = some[0].accuracy is not None
-        for row, name in enumerate(("tokens a forward", "speed-up against AR, wall-clock")):
+        for row, name in enumerate(("tokens per forward", "speed-up against AR, wall-clock")):
             axes = panels[row][column]
             for kind in dict.fromkeys(_kind(score) for score in some):
                 members = [score for score in some if _kind(score) == kind]

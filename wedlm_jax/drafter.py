@@ -49,7 +49,7 @@ class WindowBatch:
       mask: the attention mask.
       targets: int32 ``[R, N]``, the tokens of the text at the masks' positions.
       teachers: int32 ``[R, N]``, the memory token whose row predicts the same position.
-      wanted: bool ``[R, N]``, the masks that learn.
+      has_target: bool ``[R, N]``, the masks that learn.
     """
 
     token_ids: Array
@@ -57,7 +57,7 @@ class WindowBatch:
     mask: DualStreamMask
     targets: Array
     teachers: Array
-    wanted: Array
+    has_target: Array
 
 
 def draw_anchors(key: Array, rows: PackedRows, count: int) -> Array:
@@ -110,14 +110,14 @@ def window_batch(rows: PackedRows, anchors: Array, width: int) -> WindowBatch:
         targets=taken(rows.tokens),
         teachers=jnp.maximum(at - 1, 0),
         # The row before a window already predicts its first token.
-        wanted=(inside & (offset > 0)).reshape(batch, -1),
+        has_target=(inside & (offset > 0)).reshape(batch, -1),
     )
 
 
 def drafter_denominators(batch: WindowBatch) -> dict[str, Array]:
     """Returns the number of windows that learn, and the number of masks by offset, ``[W - 1]``."""
-    wanted = _by_window(batch, batch.wanted)
-    by_offset = wanted[..., 1:].sum(axis=(0, 1)).astype(jnp.float32)
+    has_target = _by_window(batch, batch.has_target)
+    by_offset = has_target[..., 1:].sum(axis=(0, 1)).astype(jnp.float32)
     return {"windows": by_offset[0], "masks_by_offset": by_offset}
 
 
@@ -154,7 +154,7 @@ def drafter_loss(
         jnp.take_along_axis(memory, batch.teachers[..., None], axis=1),
         model.head_matrix(),
         batch.targets,
-        batch.wanted,
+        batch.has_target,
         distance=distance,
         chunk=min(config.chunk, batch.targets.size),
     )
@@ -164,7 +164,7 @@ def drafter_loss(
     windows = jnp.maximum(denominators["windows"], 1.0)
     by_offset = jnp.maximum(denominators["masks_by_offset"], 1.0)
     run = jnp.cumprod(hit, axis=-1).sum(-1)
-    there = _by_window(batch, batch.wanted)[..., 1]
+    there = _by_window(batch, batch.has_target)[..., 1]
     return (weights * loss).sum() / windows, {
         "agreement_by_offset": hit.sum(axis=(0, 1)) / by_offset,
         "overlap_by_offset": overlap.sum(axis=(0, 1)) / by_offset,

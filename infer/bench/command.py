@@ -33,7 +33,7 @@ _SPEEDS = {"rival": None, "prompts": None, "max_tokens": 160, "passes": 3}
 COMPARISONS = {
     "windows": Comparison(
         "speeds:compare_windows",
-        "tokens a second of the held-out questions, by window and by sequences that\n"
+        "tokens per second of the held-out questions, by window and by sequences that\n"
         "decode together, against AR; with --rival, against another library",
         {
             "batch_size": [1, 8, 32, 128],

@@ -149,7 +149,7 @@ class Rival:
     def _count(self, *_: object) -> None:
         self.forwards += 1
 
-    def milliseconds_a_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+    def milliseconds_per_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Measures a forward that adds a token to every prompt, the prompts' own apart."""
         times = []
         for count in (1, tokens + 1):

@@ -290,7 +290,7 @@ def _right(drafts: Mapping[str, int]) -> Iterator[str]:
 
 
 def draw_speeds(speeds: Sequence[Speed], path: Path) -> None:
-    """Draws tokens a second by sequences that decode together, a line each, a panel a regime."""
+    """Draws tokens per second by sequences that decode together, a line each, a panel a regime."""
     regimes = list(dict.fromkeys(speed.regime for speed in speeds))
     figure = new_figure(5.5 * len(regimes), 4.5)
     ticks = sorted({speed.sequences for speed in speeds})
@@ -304,7 +304,7 @@ def draw_speeds(speeds: Sequence[Speed], path: Path) -> None:
         axes.set(
             xscale="log",
             xlabel="sequences at a time",
-            ylabel="tokens a second",
+            ylabel="tokens per second",
             ylim=(0, None),
             title=regime.replace("_", " "),
         )

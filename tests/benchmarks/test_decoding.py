@@ -91,7 +91,7 @@ def test_a_forward_is_compared_with_its_products(checkpoint, questions, tmp_path
 @pytest.mark.full
 def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.gaps, "SHORTEST", 0.0)
-    monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward a burst
+    monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward per burst
     arguments = f"--model {checkpoint} --questions {questions} --batch-size 2 "
     arguments += "--window-size 0 --passes 1"
     gaps = measured(benchmarks.gaps, tmp_path, arguments)["gaps"]
@@ -128,7 +128,7 @@ def test_a_long_prompt(tmp_path, monkeypatch):
     (cost,) = measured(benchmarks.chunks, tmp_path, "--prompt-tokens 3072 --passes 1")["chunks"]
     assert cost["its first 1,024 tokens, alone, ms"] > 0
     assert cost["bursts without a token for one of them"] == 0
-    assert cost["tokens a forward beside others"] <= 32
+    assert cost["tokens per forward beside others"] <= 32
     quiet = cost["others, token to token, alone, ms"]
     busy = cost["others, token to token, meanwhile, on average, ms"]
     assert quiet > 0

@@ -375,7 +375,7 @@ def test_micro_batches_are_cut_no_finer_than_the_cheapest_policy_needs(
     )
     found = settled(recipe, TINY, tpus(), capacity, compiler.peak, said.append)
     assert (found.loss.remat, found.rows, found.accumulation) == (policy, 16 // parts, 3 * parts)
-    # All phases have the same tokens a step as before.
+    # All phases have the same tokens per step as before.
     assert [p.config.rows * p.config.accumulation for p in phases_of(found)] == [48, 16]
     assert [p.config.accumulation for p in phases_of(found)] == [3 * parts, parts]
     assert len(compiler.asked) <= 5

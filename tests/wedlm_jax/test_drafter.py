@@ -108,7 +108,7 @@ def test_masks_are_those_of_decoding_and_the_text_is_the_models_own():
     there = np.asarray(ROWS.segment_ids) > 0
     np.testing.assert_allclose(hidden[:, :LENGTH][there], text[there], atol=1e-5)
     assert {length for *_, length in windows_of(one)} > {WIDTH}, "some end with their text"
-    assert one.wanted.sum() == sum(length - 1 for *_, length in windows_of(one))
+    assert one.has_target.sum() == sum(length - 1 for *_, length in windows_of(one))
     number = dict.fromkeys(range(len(SAMPLES)), 0)
     of_windows = zip(windows_of(one), *windows_alone(model, one), strict=True)
     for (row, anchor, length), masks, teacher in of_windows:
@@ -116,8 +116,8 @@ def test_masks_are_those_of_decoding_and_the_text_is_the_models_own():
         earlier = text[row, anchor - 1 : anchor - 1 + length]
         np.testing.assert_allclose(hidden[row, at : at + length], masks[:length], atol=2e-5)
         np.testing.assert_allclose(teacher[:length], earlier, atol=2e-5)
-        wanted = one.wanted[row, at - LENGTH : at - LENGTH + length]
-        np.testing.assert_array_equal(wanted, np.arange(length) > 0)
+        has_target = one.has_target[row, at - LENGTH : at - LENGTH + length]
+        np.testing.assert_array_equal(has_target, np.arange(length) > 0)
         number[row] += 1
 
 
@@ -185,11 +185,13 @@ def test_distances_and_their_gradients_do_not_depend_on_the_chunk(distance, chun
     student, teacher = (jnp.asarray(random.normal(size=(2, 6, 8)), jnp.float32) for _ in range(2))
     head = jnp.asarray(random.normal(size=(31, 8)), jnp.float32)
     targets = jnp.asarray(random.integers(0, 31, (2, 6)))
-    wanted = jnp.asarray(random.random((2, 6)) < 0.7)
+    has_target = jnp.asarray(random.random((2, 6)) < 0.7)
     weights = jnp.asarray(random.random((2, 6)), jnp.float32)
 
     def ours(student, teacher, head):
-        found = distances(student, teacher, head, targets, wanted, distance=distance, chunk=chunk)
+        found = distances(
+            student, teacher, head, targets, has_target, distance=distance, chunk=chunk
+        )
         return (weights * found.loss).sum()
 
     def dense(student):
@@ -199,7 +201,7 @@ def test_distances_and_their_gradients_do_not_depend_on_the_chunk(distance, chun
             "kl": (p * jnp.log(p / q)).sum(-1),
             "ce": -jnp.log(jnp.take_along_axis(q, targets[..., None], -1))[..., 0],
         }[distance]
-        return (weights * jnp.where(wanted, loss, 0)).sum()
+        return (weights * jnp.where(has_target, loss, 0)).sum()
 
     both = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2)))
     values, gradients = both(student, teacher, head)

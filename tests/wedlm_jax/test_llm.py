@@ -259,7 +259,7 @@ def test_only_what_the_tokenizer_knows_is_chosen(tmp_path):
     ids=["greedy, stopped", "sampled", "verified, stopped", "verified"],
 )
 def test_stream_adds_up_to_generate(llm, params, with_stop, monkeypatch):
-    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward per burst
     (expected,) = llm.generate(PROMPTS[3], params)
     if with_stop:
         assert expected.text

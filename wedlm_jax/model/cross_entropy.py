@@ -26,7 +26,7 @@ TOKENS = ("batch", "length")
 
 
 def weighted_cross_entropy(
-    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, *, chunk: int
+    hidden: Array, head: Array, targets: Array, weights: Array, has_target: Array, *, chunk: int
 ) -> tuple[Array, Array, Array]:
     """Computes ``Σ weights · nll`` and, for reports, each token's nll and whether it was predicted.
 
@@ -38,28 +38,29 @@ def weighted_cross_entropy(
       head: ``[V, D]``, in the dtype of the parameters.
       targets: int32 ``[R, T]``.
       weights: float32 ``[R, T]``; they depend on masks only.
-      wanted: bool ``[R, T]``, which tokens have a target at all; the others are not computed.
+      has_target: bool ``[R, T]``, which tokens have a target at all; the others are not computed.
       chunk: how many tokens' logits a device has in memory at once.
 
     Returns:
       The float32 sum; the negative log-likelihoods in nats, float32 ``[R, T]``; and whether the
-      target has the largest logit, bool ``[R, T]``. The last two are 0 and False where not wanted.
+      target has the largest logit, bool ``[R, T]``. The last two are 0 and False where there is
+      no target.
     """
-    weights = jnp.where(wanted, weights, 0.0)
-    total, nll, hit = _cross_entropy(hidden, head, targets, weights, wanted, chunk)
+    weights = jnp.where(has_target, weights, 0.0)
+    total, nll, hit = _cross_entropy(hidden, head, targets, weights, has_target, chunk)
     return total, jax.lax.stop_gradient(nll), hit
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _cross_entropy(
-    hidden: Array, head: Array, targets: Array, weights: Array, wanted: Array, chunk: int
+    hidden: Array, head: Array, targets: Array, weights: Array, has_target: Array, chunk: int
 ) -> tuple[Array, Array, Array]:
     local = on_own_tokens(
         partial(_loss, chunk=chunk),
         [(*TOKENS, None), (None, None), TOKENS, TOKENS],
         [TOKENS, TOKENS],
     )
-    nll, hit = local(hidden, head.astype(hidden.dtype), targets, wanted)
+    nll, hit = local(hidden, head.astype(hidden.dtype), targets, has_target)
     return (weights * nll).sum(), nll, hit
 
 
@@ -67,7 +68,7 @@ def _forward(
     *arguments: Any,
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array | None]]:
     *primals, chunk = arguments
-    hidden, head, targets, weights, wanted = (primal.value for primal in primals)
+    hidden, head, targets, weights, has_target = (primal.value for primal in primals)
     # A frozen head gets no gradient, which would be as large as the head, in float32.
     by_head = primals[1].perturbed
     # While it goes through its own chunks, each device holds the whole matrix, and a whole sum of
@@ -77,7 +78,9 @@ def _forward(
         [(*TOKENS, None), (None, None), TOKENS, TOKENS, TOKENS],
         [TOKENS, TOKENS, (*TOKENS, None), *[(None, "hidden")] * by_head],
     )
-    nll, hit, d_hidden, *d_head = local(hidden, head.astype(hidden.dtype), targets, weights, wanted)
+    nll, hit, d_hidden, *d_head = local(
+        hidden, head.astype(hidden.dtype), targets, weights, has_target
+    )
     gradient = d_head[0].astype(head.dtype) if by_head else None
     return ((weights * nll).sum(), nll, hit), (d_hidden, gradient)
 
@@ -95,7 +98,7 @@ _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _loss(
-    hidden: Array, head: Array, targets: Array, wanted: Array, *, chunk: int
+    hidden: Array, head: Array, targets: Array, has_target: Array, *, chunk: int
 ) -> tuple[Array, Array]:
     states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
 
@@ -103,7 +106,7 @@ def _loss(
         nll, hit, _ = _of_chunk(states[at], head, target[at])
         return (nll, hit), None
 
-    rows, _ = in_chunks(of_chunk, None, wanted, chunk)
+    rows, _ = in_chunks(of_chunk, None, has_target, chunk)
     return rows
 
 
@@ -112,7 +115,7 @@ def _loss_and_gradients(
     head: Array,
     targets: Array,
     weights: Array,
-    wanted: Array,
+    has_target: Array,
     *,
     chunk: int,
     by_head: bool,
@@ -133,7 +136,7 @@ def _loss_and_gradients(
         return (nll, hit, d_states), d_head
 
     none = constrain(jnp.zeros(head.shape, jnp.float32), "vocab", None) if by_head else None
-    rows, d_head = in_chunks(of_chunk, none, wanted, chunk)
+    rows, d_head = in_chunks(of_chunk, none, has_target, chunk)
     return rows if d_head is None else (*rows, sum_over_tokens(d_head, "hidden", 1))
 
 
@@ -157,21 +160,21 @@ def product_in_float32(x: Array, y: Array) -> Array:
     return jnp.matmul(x, y, preferred_element_type=jnp.float32)
 
 
-def in_chunks(of_chunk: Callable[..., Any], total: Any, wanted: Array, chunk: int) -> Any:
-    """Computes rows for the wanted tokens, a chunk of them at a time: they are moved to the front,
-    and the loop goes over the chunks that contain some.
+def in_chunks(of_chunk: Callable[..., Any], total: Any, has_target: Array, chunk: int) -> Any:
+    """Computes rows for the tokens with a target, a chunk of them at a time: they are moved to the
+    front, and the loop goes over the chunks that contain some.
 
     Args:
       of_chunk: maps the indices of C tokens, which of these count (the last chunk is padded) and
         the total so far to a tuple of rows ``[C, ...]`` and the new total.
       total: the total to begin with; any tree.
-      wanted: bool ``[R, T]``.
+      has_target: bool ``[R, T]``.
       chunk: C.
 
     Returns:
-      the rows ``[R, T, ...]``, 0 where not wanted, and the total.
+      the rows ``[R, T, ...]``, 0 where there is no target, and the total.
     """
-    flat = wanted.reshape(-1)
+    flat = has_target.reshape(-1)
     chunk = min(chunk, len(flat))
     count = flat.sum(dtype=jnp.int32)
     before = jnp.cumsum(flat, dtype=jnp.int32)
@@ -193,10 +196,10 @@ def in_chunks(of_chunk: Callable[..., Any], total: Any, wanted: Array, chunk: in
     shapes, _ = jax.eval_shape(of_chunk, order[:chunk], order[:chunk] < 0, total)
     rows = tuple(jnp.zeros((len(order), *x.shape[1:]), x.dtype) for x in shapes)
     rows, total = jax.lax.fori_loop(0, -(-count // chunk), body, (rows, total))
-    place = place.reshape(wanted.shape)
-    return tuple(_where(wanted, x[place]) for x in rows), total
+    place = place.reshape(has_target.shape)
+    return tuple(_where(has_target, x[place]) for x in rows), total
 
 
-def _where(wanted: Array, rows: Array) -> Array:
-    wanted = wanted.reshape(*wanted.shape, *[1] * (rows.ndim - wanted.ndim))
-    return jnp.where(wanted, rows, jnp.zeros((), rows.dtype))
+def _where(has_target: Array, rows: Array) -> Array:
+    has_target = has_target.reshape(*has_target.shape, *[1] * (rows.ndim - has_target.ndim))
+    return jnp.where(has_target, rows, jnp.zeros((), rows.dtype))

@@ -25,7 +25,7 @@ DISTANCES = ("tv", "kl", "ce")
 
 
 class Distances(NamedTuple):
-    """A comparison of predictions by row, ``[R, N]`` each; 0 and False where not wanted.
+    """A comparison of predictions by row, ``[R, N]`` each; 0 and False where there is no target.
 
     Attributes:
       loss: float32, the distance; the only one with a gradient.
@@ -43,7 +43,7 @@ def distances(
     teacher: Array,
     head: Array,
     targets: Array,
-    wanted: Array,
+    has_target: Array,
     *,
     distance: str,
     chunk: int,
@@ -54,12 +54,12 @@ def distances(
       student, teacher: hidden states ``[R, N, D]``; the gradient flows into the student's alone.
       head: ``[V, D]``.
       targets: int32 ``[R, N]``, tokens of the text, for "ce".
-      wanted: bool ``[R, N]``, the rows that are compared.
+      has_target: bool ``[R, N]``, the rows that are compared.
       distance: one of `DISTANCES`.
       chunk: how many rows' logits a device has in memory at once.
     """
     frozen = (jax.lax.stop_gradient(x) for x in (teacher, head.astype(student.dtype)))
-    return Distances(*_distances(student, *frozen, targets, wanted, distance, chunk))
+    return Distances(*_distances(student, *frozen, targets, has_target, distance, chunk))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -72,7 +72,7 @@ def _forward(
     teacher: Array,
     head: Array,
     targets: Array,
-    wanted: Array,
+    has_target: Array,
     distance: str,
     chunk: int,
 ) -> tuple[tuple[Array, Array, Array], Array]:
@@ -82,7 +82,7 @@ def _forward(
         [rows, rows, (None, None), TOKENS, TOKENS],
         [TOKENS, TOKENS, TOKENS, rows],
     )
-    *results, d_student = local(student, teacher, head, targets, wanted)
+    *results, d_student = local(student, teacher, head, targets, has_target)
     return tuple(results), d_student
 
 
@@ -99,7 +99,7 @@ def _in_chunks(
     teacher: Array,
     head: Array,
     targets: Array,
-    wanted: Array,
+    has_target: Array,
     *,
     distance: str,
     chunk: int,
@@ -113,7 +113,7 @@ def _in_chunks(
         d_states = product_in_float32(slope.astype(head.dtype), head)
         return (*values, d_states.astype(student.dtype)), None
 
-    rows: tuple[Array, Array, Array, Array] = in_chunks(of_chunk, None, wanted, chunk)[0]
+    rows: tuple[Array, Array, Array, Array] = in_chunks(of_chunk, None, has_target, chunk)[0]
     return rows
 
 

@@ -176,7 +176,7 @@ NUMBERS: Mapping[str, Callable[[random.Random], Numbers]] = MappingProxyType(
 
 
 def draw(problem: Problem, rng: random.Random) -> tuple[str, str]:
-    """Draws a question of one form and its solution, a step a line, then the marked answer."""
+    """Draws a question of one form and its solution, a step per line, then the marked answer."""
     n, m = rng.sample(NAMES, 2)
     x, y = rng.sample(THINGS, 2)
     box, boxes = rng.choice(CONTAINERS)

@@ -54,7 +54,7 @@ class Impatient(io.StringIO):
 
 
 def test_ctrl_c_stops_an_answer_and_no_other(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward per burst
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Impatient())
         assert chat(checkpoint, "the cat\nand?\n", monkeypatch, "--ignore-eos") == 0

@@ -64,7 +64,7 @@ def test_a_system_message_stands_in_front_and_may_change(llm, conversation):
 
 
 def test_an_answer_that_is_stopped_stays_as_far_as_it_came(llm, conversation, monkeypatch):
-    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward a burst
+    monkeypatch.setattr("wedlm_jax.llm.STREAM_SECONDS", 1e-9)  # a forward per burst
     whole = ask(conversation, "the cat")
     assert len(whole.token_ids) > 2
     conversation.reset()

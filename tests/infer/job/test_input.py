@@ -253,7 +253,7 @@ def test_memory_is_a_few_bytes_a_row(tmp_path):
     assert index.records == count
     assert index.shards[-1].place == Place(0, index.shards[-1].place.at, count - 999)
     # Digests, sorted and not, the order of them, and flags.
-    assert peak < 60 * count + 300_000, f"{peak / count:.0f} bytes a row"
+    assert peak < 60 * count + 300_000, f"{peak / count:.0f} bytes per row"
 
 
 RECORDS = [{"id": f"r{i}", **one} for i, one in enumerate(words(23))]

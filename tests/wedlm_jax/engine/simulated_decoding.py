@@ -117,7 +117,7 @@ class Simulation:
         self.chosen = []
 
     def decode(self, scripts):
-        """Decodes all; returns tokens a second."""
+        """Decodes all; returns tokens per second."""
         seconds, tokens = self.seconds, self.tokens
         waiting = list(scripts)[::-1]
         running = []

@@ -1,5 +1,5 @@
-"""Cross entropy by chunks: losses and gradients of whole logits, at the cost of wanted tokens; on a
-mesh those of one device, the head gathered once for all chunks."""
+"""Cross entropy by chunks: losses and gradients of whole logits, at the cost of tokens with a
+target; on a mesh those of one device, the head gathered once for all chunks."""
 
 from functools import partial
 
@@ -20,11 +20,13 @@ ROWS, LENGTH, WIDTH, VOCAB = 2, 12, 6, 30
 
 
 @partial(jax.jit, static_argnames="chunk")
-def losses_and_gradients(hidden, head, targets, weights, wanted, *, chunk):
+def losses_and_gradients(hidden, head, targets, weights, has_target, *, chunk):
     """Gradients of three times the sum, so that the cotangent is seen to count."""
 
     def total(hidden, head):
-        sum_, nll, hit = weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=chunk)
+        sum_, nll, hit = weighted_cross_entropy(
+            hidden, head, targets, weights, has_target, chunk=chunk
+        )
         return 3 * sum_, (sum_, nll, hit)
 
     return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head)
@@ -44,12 +46,12 @@ def example(seed, share):
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_losses_and_gradients_equal_those_of_whole_logits(chunk, share):
-    hidden, head, targets, weights, wanted = example(0, share)
+    hidden, head, targets, weights, has_target = example(0, share)
     (by_hidden, by_head), (total, nll, hit) = losses_and_gradients(
-        hidden, head, targets, weights, wanted, chunk=chunk
+        hidden, head, targets, weights, has_target, chunk=chunk
     )
     flat, flat_targets = hidden.reshape(-1, WIDTH), targets.reshape(-1)
-    counted, weight = wanted.reshape(-1), (weights * wanted).reshape(-1)
+    counted, weight = has_target.reshape(-1), (weights * has_target).reshape(-1)
     exact = cross_entropy(flat.astype(np.float64) @ head.T, flat_targets)
     np.testing.assert_allclose(nll.reshape(-1), exact * counted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(total, (exact * weight).sum(), rtol=1e-5)
@@ -75,8 +77,8 @@ def test_the_head_gradient_in_bfloat16_is_summed_in_float32():
     hidden = jax.random.normal(keys[0], (1, tokens, width)).astype(jnp.bfloat16)
     head = jax.random.normal(keys[1], (vocab, width)) / 4
     targets = jax.random.categorical(keys[2], jnp.linspace(0, 3, vocab), shape=(1, tokens))
-    weights, wanted = jnp.full((1, tokens), 1 / tokens), jnp.ones((1, tokens), bool)
-    (_, ours), _ = losses_and_gradients(hidden, head, targets, weights, wanted, chunk=256)
+    weights, has_target = jnp.full((1, tokens), 1 / tokens), jnp.ones((1, tokens), bool)
+    (_, ours), _ = losses_and_gradients(hidden, head, targets, weights, has_target, chunk=256)
     assert ours.dtype == jnp.float32
     states = np.asarray(hidden[0], np.float64)
     rounded = np.asarray(head.astype(jnp.bfloat16), np.float64)
@@ -86,11 +88,11 @@ def test_the_head_gradient_in_bfloat16_is_summed_in_float32():
 
 
 def test_the_head_takes_three_products_and_logits_of_one_chunk():
-    hidden, head, targets, weights, wanted = map(jnp.asarray, example(2, 1.0))
+    hidden, head, targets, weights, has_target = map(jnp.asarray, example(2, 1.0))
 
     def gradients(hidden, head):
         def total(hidden, head):
-            return weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=4)[0]
+            return weighted_cross_entropy(hidden, head, targets, weights, has_target, chunk=4)[0]
 
         return jax.grad(total, argnums=(0, 1))(hidden, head)
 
@@ -102,34 +104,34 @@ def test_the_head_takes_three_products_and_logits_of_one_chunk():
 
 
 def test_a_head_that_is_not_trained_costs_no_gradient():
-    hidden, head, targets, weights, wanted = map(jnp.asarray, example(2, 0.5))
+    hidden, head, targets, weights, has_target = map(jnp.asarray, example(2, 0.5))
 
     def by_hidden(hidden):
-        loss = weighted_cross_entropy(hidden, head, targets, weights, wanted, chunk=4)
+        loss = weighted_cross_entropy(hidden, head, targets, weights, has_target, chunk=4)
         return 3 * loss[0]
 
     traced = jax.make_jaxpr(jax.grad(by_hidden))(hidden).jaxpr
     products = [e for e in equations_in(traced) if e.primitive.name == "dot_general"]
     assert len(products) == 2
-    both, _ = losses_and_gradients(hidden, head, targets, weights, wanted, chunk=4)
+    both, _ = losses_and_gradients(hidden, head, targets, weights, has_target, chunk=4)
     # Two programs round the summands otherwise, and sums are smaller than their summands.
     rounding = 1e-6 * np.abs(both[0]).max()
     np.testing.assert_allclose(jax.jit(jax.grad(by_hidden))(hidden), both[0], rtol=0, atol=rounding)
 
 
-@pytest.mark.parametrize(("wanted", "turns"), [(0, 0), (1, 1), (8, 2), (9, 3), (24, 6)])
-def test_the_loop_runs_over_chunks_with_targets_only(wanted, turns):
+@pytest.mark.parametrize(("has_target", "turns"), [(0, 0), (1, 1), (8, 2), (9, 3), (24, 6)])
+def test_the_loop_runs_over_chunks_with_targets_only(has_target, turns):
     """Tokens behind the last chunk with a target may hold anything, even what is not a number."""
     hidden, head, targets, weights, _ = example(3, 1.0)
     flags = np.zeros(ROWS * LENGTH, bool)
-    flags[np.random.default_rng(wanted).permutation(len(flags))[:wanted]] = True
-    unmet = np.flatnonzero(~flags)[max(4 * turns - wanted, 0) :]
+    flags[np.random.default_rng(has_target).permutation(len(flags))[:has_target]] = True
+    unmet = np.flatnonzero(~flags)[max(4 * turns - has_target, 0) :]
     hidden.reshape(-1, WIDTH)[unmet] = np.nan
     gradients, (total, nll, _) = losses_and_gradients(
         hidden, head, targets, weights, flags.reshape(ROWS, LENGTH), chunk=4
     )
     assert all(np.isfinite(x).all() for x in (*gradients, total, nll))
-    assert (np.abs(nll).sum() > 0) == (wanted > 0)
+    assert (np.abs(nll).sum() > 0) == (has_target > 0)
 
 
 def test_logits_of_bfloat16_states_are_float32():
