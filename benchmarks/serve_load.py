@@ -3,8 +3,9 @@
 A server process answers clients of another process on the loopback, as many prompts at a time as
 there are clients: tokens per second against decoding the same prompts offline, once as many at a
 time as the server may and once as many as there are clients; the client's share of the processors'
-time; and the times to the first token and between tokens, medians and 95th percentiles. That answers
-are the job's, and what remains of clients that go away, is tested: tests/infer/serve/test_soak.py.
+time; and the times to the first token and between tokens, medians and 95th percentiles. That
+answers are the job's, and what remains of clients that go away, is tested:
+tests/infer/serve/test_soak.py.
 """
 
 from __future__ import annotations
