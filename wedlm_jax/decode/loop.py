@@ -106,11 +106,7 @@ def run_burst(
         after = advance(state, predictions, decision, plan, options, program)
         if program.traits.lookup:
             after = with_copies(after, decision, options, allowance, program)
-        counters = BurstCounters(
-            counters.forwards + 1,
-            counters.tokens + plan.num_tokens,
-            counters.by_size + program.sizes.runs(plan.num_tokens),
-        )
+        counters = _update_counters(counters, plan, program)
         if program.traits.traced:
             has_row = predicted_slots(state, plan, options, program.traits)
             last = _recorded(state, predictions, decision, has_row)
@@ -308,6 +304,14 @@ def _count_forward(state: DecodeState, plan: SpanPlan) -> DecodeState:
         num_forwards=state.num_forwards + plan.window,
         num_token_instances=state.num_token_instances
         + jnp.where(plan.window, state.active + state.backup.count, 0),
+    )
+
+
+def _update_counters(counters: BurstCounters, plan: SpanPlan, program: Program) -> BurstCounters:
+    return BurstCounters(
+        counters.forwards + 1,
+        counters.tokens + plan.num_tokens,
+        counters.by_size + program.sizes.runs(plan.num_tokens),
     )
 
 
