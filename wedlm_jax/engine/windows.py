@@ -110,9 +110,10 @@ tell more; so the first windows of new sequences get no more than these, either.
 TRIAL_OVERHEADS = 5
 """What a trial costs in addition to its forwards, in multiples of a burst's overhead: one for each
 of its two bursts, one and a half for each of two changes of the program, as measured on a CPU."""
-SHARE, GROWTH = 0.02, 4.0
-"""The share of the time that trials may take, and the factor by which the time between them grows
-from the first, which is early, to that share."""
+SHARES, GROWTH = (0.01, 0.02), 4.0
+"""The share of the time that trials of windows may take, and trials of none where windows seem to
+pay; and the factor by which the time between them grows from the first, which is early, to that
+share."""
 HARMLESS = 1.05
 """The factor by which windows may slow a forward down if all sequences try them at once."""
 HOPE = 0.9
@@ -128,6 +129,8 @@ ENOUGH = 8.0
 """The weight, including the prior's, below which a kind is unknown."""
 DRAFTS_MEMORY = 500.0
 """The number of accepted drafts that are remembered, for the ratio of drafts to accepted ones."""
+EACH = 4
+"""Costs are learnt from one burst in this many while no windows are used."""
 PATIENCE = 16
 """The number of bursts after which windows are considered again at the latest."""
 PRICES = np.geomspace(0.01, 0.7, 12)
@@ -207,6 +210,8 @@ class AutoWindows(WindowChoice):
         self._hope = float((HOPE ** np.arange(widest)).sum())
         self._kinds: dict[tuple[str, bool], _Commits] = {}
         self._drafts = self._accepted = 20.0
+        self._observed = 0
+        """The number of observed bursts."""
         self._used = False
         """Whether windows were used in the last burst."""
         self._since, self._burst = 0.0, 0.0
@@ -251,7 +256,10 @@ class AutoWindows(WindowChoice):
     def observe(
         self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
     ) -> None:
-        super().observe(running, burst, report, seconds)
+        self._observed += 1
+        # Learning what forwards cost takes a fifth of a millisecond.
+        if self._used or any(burst.windows) or self._observed % EACH == 0:
+            super().observe(running, burst, report, seconds)
         free = [
             one
             for one in running
@@ -327,7 +335,7 @@ class AutoWindows(WindowChoice):
             pays = bool(rates[best] > GAIN * rates[0])
             best, other = (best, 0) if pays else (0, trial)
             took = (sum(TRIAL) * seconds[other] + TRIAL_OVERHEADS * costs.overhead) / costs.level
-            due = took * min(GROWTH ** self._looks[pays], 1 / SHARE)
+            due = took * min(GROWTH ** self._looks[pays], 1 / SHARES[pays])
             if trial_of is not None:
                 best, self.most_forwards = (other if trial_of == pays else best), TRIAL[1]
             elif self._used == pays and self._since >= due:

@@ -177,7 +177,7 @@ def test_trials_of_windows_cost_what_they_may(monkeypatch):
     back."""
     plain = fixed_speeds("cpu", 8, "hopeless", "verified")[0]
     assert speed("cpu", 8, "hopeless", worsen=quiet) > 0.985 * plain
-    monkeypatch.setattr("wedlm_jax.engine.windows.SHARE", 0.3)
+    monkeypatch.setattr("wedlm_jax.engine.windows.SHARES", (0.3, 0.3))
     assert speed("cpu", 8, "hopeless", worsen=quiet) < 0.95 * plain
 
 
