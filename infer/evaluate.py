@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 import wedlm_jax
 from infer.flags import LLM_OPTIONS, add_engine_options, advised_params, flag
 from infer.generate import load
@@ -71,7 +73,8 @@ OWN_MAX_TOKENS = 512
 """Of questions in a file of the user's."""
 
 BATCHES_PER_TURN = 16
-"""The questions of a turn, in batches: a second or two with a small model."""
+"""How many batches of questions a decoder answers before the next has its turn: a second or two
+with a small model."""
 SLOWER = 0.97
 """The speed against AR below which the default mode is said to be slower."""
 
@@ -107,8 +110,8 @@ def evaluate_all(
 ) -> list[Score]:
     """Scores decoders on the questions of one regime after another, under a progress bar.
 
-    Within a pass the decoders take turns, each a few questions long, so that other work on the
-    machine slows all of them.
+    Within a pass the decoders take turns of a few batches, so that other work on the machine slows
+    all of them.
 
     Args:
       passes: timed passes of each decoder over all the questions.
@@ -144,13 +147,12 @@ def evaluate_all(
             batch = max(decoder.llm.options.max_batch_size for decoder in decoders)
             turn = BATCHES_PER_TURN * batch
             parts = [questions[at : at + turn] for at in range(0, len(questions), turn)]
-            seconds = [[0.0] * passes for _ in decoders]
+            seconds = np.zeros((len(decoders), passes))
             for i, part in itertools.product(range(passes), parts):
-                for decoder, spent_of in zip(decoders, seconds, strict=True):
-                    spent_of[i] += run(decoder, part)[1]
+                seconds[:, i] += [run(decoder, part)[1] for decoder in decoders]
             scores += [
-                _score(decoder, questions, completions, answers[0], seconds_of)
-                for decoder, completions, seconds_of in zip(decoders, answers, seconds, strict=True)
+                _score(decoder, questions, answers[i], answers[0], seconds[i].tolist())
+                for i, decoder in enumerate(decoders)
             ]
         bar.update(total)
     return scores

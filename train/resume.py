@@ -369,7 +369,7 @@ def _saved_order(path: Path) -> RowOrder:
     try:
         return RowOrder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: not what a run writes ({error})") from None
+        raise InputError(f"{path}: cannot be read as the order of a run's rows ({error})") from None
 
 
 def _changed_fields(config: TrainConfig, run: Path, done: int) -> dict[str, bool]:

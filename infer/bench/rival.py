@@ -20,7 +20,7 @@ RIVALS = ("transformers",)
 RIVAL = "transformers, AR"
 RIVAL_LOOKUP = "transformers, lookup"
 RIVAL_RECOMPUTE = "transformers, recomputed"
-"""What tables call its plain decoding, its prompt lookup, and mode "paper" without a cache."""
+"""Names in tables: its plain decoding, its prompt lookup, and mode "paper" without a cache."""
 LOOKUP_TOKENS = 10
 """Drafts of its lookup, the number in its documentation."""
 
@@ -107,37 +107,36 @@ class Rival:
             masks = [slot for slot, token in enumerate(slots) if token is None]
             run = masks[0] if masks else len(slots)
             ids = [*text, *(slots[slot] for slot in filled), *[mask] * len(masks)]
-            places = [*range(start), *(start + slot for slot in filled + masks)]
-            entropies, best = self._at_last(ids, places, len(masks))
+            positions = [*range(start), *(start + slot for slot in filled + masks)]
+            entropies, predicted = self._predict_last(ids, positions, len(masks))
             for token in slots[:run]:
                 assert token is not None, "the leading run is filled"
                 text.append(token)
                 if token in self._config.eos_token_ids or len(text) == limit:
                     return text[len(prompt) :]
             if masks:
-                held_back = entropies + params.position_penalty * (np.array(masks) - masks[0])
+                adjusted = entropies + params.position_penalty * (np.array(masks) - masks[0])
                 threshold = params.entropy_threshold
-                fill = held_back < (-np.inf if threshold is None else threshold)
-                fill[held_back.argmin()] |= not fill.any()
-                for i in np.flatnonzero(fill):
-                    slots[masks[i]] = int(best[i])
+                fills = np.flatnonzero(adjusted < (-np.inf if threshold is None else threshold))
+                for i in fills if len(fills) else [adjusted.argmin()]:
+                    slots[masks[i]] = int(predicted[i])
             slots = slots[run:]
             leading = slots.index(None) if None in slots else len(slots)
             slots += [None] * (window + leading - len(slots))
 
-    def _at_last(
-        self, ids: Sequence[int | None], places: Sequence[int], count: int
+    def _predict_last(
+        self, ids: Sequence[int | None], positions: Sequence[int], count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the entropy and the best token at each of the last ``count`` places."""
+        """Returns the entropy and the most probable token of each of the last ``count`` rows."""
         import torch
 
         with torch.inference_mode():
             inputs = torch.tensor([ids])
             out = self._model(
                 input_ids=inputs,
-                # Without it, transformers takes positions that jump for several texts in a row.
+                # Without it, transformers reads jumps of the positions as bounds of packed texts.
                 attention_mask=torch.ones_like(inputs),
-                position_ids=torch.tensor([places]),
+                position_ids=torch.tensor([positions]),
                 use_cache=False,
                 logits_to_keep=max(count, 1),
             )

@@ -140,9 +140,7 @@ def _speeds(
     options: Mapping[str, Any],
     report: Report,
 ) -> Iterator[list[Speed]]:
-    """Yields the speeds of all ways, and of a rival's: for one sequence at a time also its lookup,
-    where a way copies drafts, and whole forwards without a cache, where a way is of mode "paper".
-    Reports the machine's constants before."""
+    """Yields the speeds of all ways and of the rival's. Reports the machine's constants before."""
     rival, passes = options["rival"], options["passes"]
     constants: Constants | None = None
     for sequences in options["batch_size"]:
@@ -226,10 +224,11 @@ def _rival_runs(
     ways: Sequence[Way],
     params: SamplingParams,
 ) -> dict[str, Callable[[], _Pass]]:
-    """Returns what the rival can do of the same, by name."""
+    """Returns the rival's passes by name: AR and, one sequence at a time, its prompt lookup if a
+    way copies drafts, and whole forwards without a cache if a way is of mode "paper"."""
     plain = partial(rival.decode, prompts, max_tokens=params.max_tokens, sequences=sequences)
     runs: dict[str, Callable[[], _Pass]] = {}
-    runs[RIVAL] = partial(_time_rival, rival, plain, counted=False)
+    runs[RIVAL] = partial(_time_rival, rival, plain, alone=False)
     if sequences == 1 and any(way.lookup for way in ways):
         runs[RIVAL_LOOKUP] = partial(_time_rival, rival, partial(plain, lookup=True))
     if sequences == 1:
@@ -241,15 +240,16 @@ def _rival_runs(
 
 
 def _time_rival(
-    rival: Rival, decode: Callable[[], list[list[int]]], *, counted: bool = True
+    rival: Rival, decode: Callable[[], list[list[int]]], *, alone: bool = True
 ) -> _Pass:
-    """Times a pass. ``counted``: whether each forward is one of a single sequence; else a forward
-    of a batch is one of each sequence that has not ended."""
+    """Times a pass of the rival. ``alone``: sequences decode one after the other, so that its
+    forwards can be counted; a forward of a batch counts once for each sequence that has not ended,
+    which in AR is once per token."""
     before, started = rival.forwards, time.perf_counter()
     answers = decode()
     seconds = time.perf_counter() - started
     tokens = sum(len(answer) for answer in answers)
-    return _Pass(tokens, rival.forwards - before if counted else tokens, seconds)
+    return _Pass(tokens, rival.forwards - before if alone else tokens, seconds)
 
 
 def speed_table(speeds: Sequence[Speed]) -> Table:

@@ -308,4 +308,4 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
 
 
 Extra: TypeAlias = Mapping[str, Any] | BatchRecord
-"""What the output repeats of a record: its extra keys, or the envelope that it came in."""
+"""The part of a record that the output repeats: its extra keys, or its batch envelope."""

@@ -59,5 +59,5 @@ def _load_once(load_once, monkeypatch):
 
 @pytest.fixture(scope="session")
 def llm(checkpoint, load_once):
-    """The tiny model, as the tests' commands load it."""
+    """Returns the tiny model, loaded with the options that the tests give to commands."""
     return load_once({"model": str(checkpoint), "window_size": 4, "batch_size": 4})

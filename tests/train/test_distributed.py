@@ -125,7 +125,7 @@ def listing(folder):
 
 
 def test_hosts_with_other_recipes_versions_or_data_are_all_told(tmp_path):
-    """Each has a copy of the data of its own, under the same name."""
+    """Each host reads its own file; both files have the same name."""
     folders, content = [tmp_path / "host0", tmp_path / "host1"], []
     for host, folder in enumerate(folders):
         folder.mkdir()

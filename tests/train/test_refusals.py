@@ -38,7 +38,7 @@ metrics.wandb=mine | metrics\.wandb needs wandb: pip
 quantized_training=int8 | quantized_training .*qwix.*"wedlm-jax\[int8\]"
 rows=3 | rows = 3 is not divisible by data 1 x fsdp 2
 """
-"""Fields of a recipe, and what is said of them."""
+"""Overrides of a recipe, each with a pattern of the sentence that refuses it."""
 
 
 @pytest.fixture(scope="module")

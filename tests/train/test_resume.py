@@ -229,5 +229,5 @@ def test_files_of_a_run_that_cannot_be_read_are_told(tokenizer_folder, tmp_path,
     assert "): whether the recipe is as before is not known\n" in told
     assert "not as before" not in told
     (tmp_path / "order.json").write_text("{")
-    with pytest.raises(InputError, match=r"order\.json: not what a run writes"):
+    with pytest.raises(InputError, match=r"order\.json: cannot be read"):
         begin(config)

@@ -175,8 +175,7 @@ class SampleMaker:
         that are not read."""
         if isinstance(record, str):
             record = {"text": record}
-        format = self.options.format
-        known = [key for key, kind in KEYS.items() if format in ("auto", kind)]
+        known = [key for key, kind in KEYS.items() if self.options.format in ("auto", kind)]
         keys = [key for key in known if _has(record, key)]
         if not keys:
             missing = f"no {known[0]!r}" if len(known) == 1 else f"none of {', '.join(known)}"

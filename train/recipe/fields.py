@@ -51,11 +51,8 @@ def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -
       origin: says where a field's value comes from, by the field's name.
     """
     for one_field in dataclasses.fields(section):
-        name, value, limits = (
-            prefix + one_field.name,
-            getattr(section, one_field.name),
-            one_field.metadata,
-        )
+        name, limits = prefix + one_field.name, one_field.metadata
+        value = getattr(section, one_field.name)
         if dataclasses.is_dataclass(value):
             check_fields(value, origin, f"{name}.")
             continue

@@ -1,5 +1,5 @@
-"""Jobs that are stopped at any moment, for any reason, and are given again: no finished record is
-lost and none is repeated, whoever goes on, and how."""
+"""Jobs that are killed or interrupted at any moment and started again, with the same hosts or with
+others: no finished record is lost, and none is decoded twice."""
 
 import itertools
 import json
@@ -180,7 +180,7 @@ def every_form(output):
     ["out.jsonl", *(pytest.param(name, marks=pytest.mark.full) for name in ("out", "out.parquet"))],
 )
 def test_death_at_any_operation_is_made_good(model, quick, output, decoded, monkeypatch):
-    """A dead process is followed by another batch size, by other hosts, or by more misfortune."""
+    """The job is then started again: with another batch size, other hosts, or another death."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk takes long for it
     records = every_form(output)
     write(records)

@@ -194,7 +194,7 @@ def test_an_input_without_a_usable_record_is_refused(tmp_path, records, format, 
 
 
 def say(capsys, source, output, *more, tokenizer=EMBEDDED):
-    """Runs the command; returns what it prints."""
+    """Runs `wedlm tokenize` and returns its standard output."""
     assert main([*command(source, output, tokenizer), *more]) == 0
     return capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Tokens that are committed, masks that are filled, and windows that get other widths."""
+"""Tests how tokens are committed, masks are filled, and windows change their widths."""
 
 import dataclasses
 

@@ -1,6 +1,7 @@
 """Chosen windows against every fixed width, on made-up texts and devices: never much slower than
 none, and nearly as fast as the best."""
 
+import itertools
 from functools import cache
 
 import numpy as np
@@ -111,11 +112,16 @@ def test_never_slower_than_without_and_nearly_as_fast_as_the_best(sequences, tex
     """With tables that are wrong by 30 % at every size, on a machine that does other work."""
     for device in DEVICES:
         fixed = fixed_speeds(device, sequences, text, "verified")
-        speeds = [speed(device, sequences, text, seed=seed) for seed in range(2)]
+        # One after the other, easy and hard, each has to be found out, and the seeds differ most.
+        hardest = (text, sequences) == ("mixed", 1)
+        seeds = range(12 if hardest else 2)
+        speeds = [speed(device, sequences, text, seed=seed) for seed in seeds]
         assert min(speeds) > 0.97 * fixed[0], (device, speeds, fixed)
-        # One after the other, easy and hard, each has to be found out anew.
-        share = 0.85 if (text, sequences) == ("mixed", 1) else 0.9
-        assert np.mean(speeds) > share * max(fixed.values()), (device, speeds, fixed)
+        assert np.mean(speeds) > (0.85 if hardest else 0.9) * max(fixed.values()), (
+            device,
+            speeds,
+            fixed,
+        )
 
 
 @pytest.mark.parametrize("sequences", SOME_SEQUENCES)
@@ -302,6 +308,30 @@ def test_replicas_are_weighed_apart():
     alone = state(8, 8)  # of the second replica
     chosen = windows.choose([*crowd, alone])
     assert chosen[8] == AutoWindows(32, 8, table("cpu"), replicas=2).choose([alone])[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "which"),
+    [(LOW_ENTROPY, "every burst of a check"), (HARD, "some of many bursts without windows")],
+)
+def test_costs_are_learnt_from(text, which):
+    learnt = []
+
+    class Watched(CostTable):
+        def learn(self, *burst, windowless):
+            learnt.append(windowless)
+            super().learn(*burst, windowless=windowless)
+
+    costs = Watched(list(TPU_COSTS), [ms / 1000 for ms in TPU_COSTS.values()])
+    simulation = Simulation(AutoWindows(16, 1, costs), TPU_COSTS, 1, longest_burst=16)
+    simulation.decode(scripts((text,), 400, 0))
+    without = [not any(chosen) for chosen in simulation.chosen]
+    # A burst that changes the program has no time.
+    timed = sum(now and before for before, now in itertools.pairwise(without))
+    if text is LOW_ENTROPY:
+        assert 0 < sum(learnt) == timed, which
+    else:
+        assert 0 < sum(learnt) < 0.8 * timed, which
 
 
 def test_the_first_windows_of_most_sequences_are_looked_at_soon():
