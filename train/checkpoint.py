@@ -51,7 +51,14 @@ from wedlm_jax.host.processes import (
     text_of_first,
     texts_of_all,
 )
-from wedlm_jax.host.storage import absolute, asked_again, file_sizes, is_remote, move_tree, told
+from wedlm_jax.host.storage import (
+    absolute,
+    file_sizes,
+    is_remote,
+    move_tree,
+    retried,
+    storage_message,
+)
 
 CHECKSUMS = "checksums"
 DAMAGED = ".damaged"
@@ -167,7 +174,7 @@ class Checkpoints:
             path.unlink()
         except Exception as error:
             # A bucket's client has errors of many types.
-            return told(error)
+            return storage_message(error)
         return ""
 
     def _settled(self) -> bool:
@@ -297,7 +304,7 @@ class Checkpoints:
     def _files(self, step: int) -> str:
         """Describes the files of a state that this process sees, and their sizes."""
         folder = self._folder / str(step)
-        found = sorted(asked_again(folder, lambda: file_sizes(folder)).items())
+        found = sorted(retried(folder, lambda: file_sizes(folder)).items())
         digest = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:8]
         return f"{len(found)} files of {sum(size for _, size in found):,} bytes ({digest})"
 
@@ -315,7 +322,7 @@ class Checkpoints:
                 else:
                     folder.rename(place)
             except Exception as error:
-                failure = f"{folder}: cannot be renamed ({told(error)})"
+                failure = f"{folder}: cannot be renamed ({storage_message(error)})"
         fail_together(failure)
         self._states.remove(step)
 
@@ -368,7 +375,9 @@ class SaveMeetings:
 
     def note(self, error: BaseException) -> str:
         """Returns why the state failed: what a process has reported, or the error of this one."""
-        self.failure = self.failure or self.sentence({self._processes.index: told(error)})
+        self.failure = self.failure or self.sentence(
+            {self._processes.index: storage_message(error)}
+        )
         return self.failure
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
@@ -379,7 +388,9 @@ class SaveMeetings:
         error = None if starts else sys.exception()
         place = f"wedlm/{self._name}/{self._state}"
         if error is not None and not self.failure:
-            self._client.key_value_set(f"{place}/failed/{self._processes.index}", told(error), True)
+            self._client.key_value_set(
+                f"{place}/failed/{self._processes.index}", storage_message(error), True
+            )
         with self._one_at_a_time:
             if not self.failure:
                 self._meet(place, timeout_ms)

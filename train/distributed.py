@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import FAULT, INTERRUPTED, InputError, exit_status
 from wedlm_jax.host.processes import AUTO, connect, coordinator, find_host, jax_processes
-from wedlm_jax.host.signals import StopRequest, told_at_once
+from wedlm_jax.host.signals import StopRequest, signal_thread
 
 ENDED = "ended"
 """The key under which processes report that they failed, and why."""
@@ -107,7 +107,7 @@ class AgreedStop(StopRequest):
     def __enter__(self) -> Self:
         super().__enter__()
         if self._signals:
-            self._told.enter_context(told_at_once(self._tell))
+            self._told.enter_context(signal_thread(self._tell))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -172,39 +172,39 @@ class EndTogether:
             return
         if error is not None:
             expected = exit_status(error) != FAULT
-            if not expected and (told := self._told_by_others()):
-                self._end(told)  # this error is a consequence of theirs
+            if not expected and (failures := self._failures_of_others()):
+                self._end(failures)  # this error is a consequence of theirs
             text = " ".join(str(error).split()) or "interrupted"
             if not expected:
                 text = f"{type(error).__name__}: {text}"
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may be gone itself
-                self._service.tell(ENDED, f"{exit_status(error)} {text}")
+                self._service.post(ENDED, f"{exit_status(error)} {text}")
         self._over.set()
         self._thread.join()
         _leave()
 
     def _watch(self) -> None:
         while not self._over.wait(ASK_EVERY_S):
-            if told := self._told_by_others():
+            if failures := self._failures_of_others():
                 # After a second Ctrl-C there is no grace.
-                at_once = any(text.startswith(f"{INTERRUPTED} ") for text in told.values())
+                at_once = any(text.startswith(f"{INTERRUPTED} ") for text in failures.values())
                 if not self._over.wait(0 if at_once else GRACE_S):
-                    self._end(told)
+                    self._end(failures)
                 return
 
-    def _told_by_others(self) -> dict[int, str]:
+    def _failures_of_others(self) -> dict[int, str]:
         assert self._service is not None
         try:
-            told = self._service.told(ENDED)
+            failures = self._service.posts(ENDED)
         except jax.errors.JaxRuntimeError:
             return {}  # without a coordinator JAX itself ends the process
-        return {index: text for index, text in told.items() if index != self._service.index}
+        return {index: text for index, text in failures.items() if index != self._service.index}
 
-    def _end(self, told: dict[int, str]) -> NoReturn:
+    def _end(self, failures: dict[int, str]) -> NoReturn:
         assert self._service is not None
         with self._one_at_a_time:
-            index = min(told)
-            status, _, text = told[index].partition(" ")
+            index = min(failures)
+            status, _, text = failures[index].partition(" ")
             line = f"wedlm {self._command}: host {index} of {self._service.count}: {text}"
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()

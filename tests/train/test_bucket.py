@@ -292,7 +292,7 @@ def test_a_file_that_cannot_be_opened_is_not_taken_for_a_damaged_one(
         StorageFailure, match=r"/4/default: cannot be read, and is left as it is \("
     ):
         read(tmp_path)
-    assert capsys.readouterr().err.count("; asking again in 0 s") == 1
+    assert capsys.readouterr().err.count("; retrying in 0 s") == 1
     file.unlink()
     file.write_bytes(content)
     found, said = read(tmp_path)
@@ -309,7 +309,7 @@ def test_a_read_that_succeeds_the_second_time_is_told(bucket, no_pauses, capsys)
     assert said == []
     told = capsys.readouterr().err
     assert "states/2/default: PERMISSION_DENIED" in told
-    assert told.count("asking again in 0 s") == 1
+    assert told.count("retrying in 0 s") == 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.checkpoint.safetensors import DTYPES
 from wedlm_jax.errors import InputError, nearest
+from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.distillation import DISTANCES
 from wedlm_jax.model.layers import POLICIES
@@ -373,8 +374,9 @@ def _told_as(given: str | Callable[[str], str]) -> Iterator[None]:
 
 
 def save_config(config: TrainConfig, path: Path) -> None:
-    """Writes the resolved configuration as YAML."""
-    path.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+    """Writes the resolved configuration as YAML, whole or not at all."""
+    with written_beside(path) as file:
+        file.write(OmegaConf.to_yaml(OmegaConf.structured(config)).encode("utf-8"))
 
 
 def describe() -> list[tuple[str, str, str]]:

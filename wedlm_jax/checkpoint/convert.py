@@ -25,7 +25,7 @@ from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.atomic import replacing
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
-from wedlm_jax.host.storage import absolute, as_path, copy_file, is_of_storage, told
+from wedlm_jax.host.storage import absolute, as_path, copy_file, is_of_storage, storage_message
 
 FORMATS = (HF, ORBAX)
 
@@ -198,7 +198,9 @@ def convert(
     except Exception as error:
         if not is_of_storage(error):  # as orbax has it
             raise
-        raise StorageFailure(f"{destination}: cannot be written ({told(error)})") from None
+        raise StorageFailure(
+            f"{destination}: cannot be written ({storage_message(error)})"
+        ) from None
     return result
 
 

@@ -43,7 +43,7 @@ from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.config import ModelConfig, config_to_hf, read_config_json
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.processes import jax_processes, replacing_together
-from wedlm_jax.host.storage import absolute, asked_again, is_remote
+from wedlm_jax.host.storage import absolute, is_remote, retried
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import LoraConfig, adapter_of, merged_weight, with_adapters
 
@@ -89,7 +89,7 @@ def whole_steps(folder: Path) -> list[int]:
             return []
         return sorted(int(path.name) for path in found if is_whole(path))
 
-    return asked_again(folder, listed)
+    return retried(folder, listed)
 
 
 class _OneAtATime(type_handlers.NumpyHandler):
@@ -169,7 +169,7 @@ def read_orbax(folder: Path, read: Callable[[], T]) -> T:
             return read()
 
     try:
-        return asked_again(folder, quietly)
+        return retried(folder, quietly)
     except (StorageFailure, MemoryError, jax.errors.JaxRuntimeError):
         raise  # none of these is about what lies there
     except Exception as error:

@@ -221,11 +221,11 @@ class Coordinator:
     def __init__(self, client: Any, index: int, count: int):
         self._client, self.index, self.count, self._met = client, index, count, 0
 
-    def tell(self, place: str, text: str) -> None:
+    def post(self, place: str, text: str) -> None:
         """Leaves this process's text at a place where it has left none."""
         self._client.key_value_set(f"wedlm/{place}/{self.index}", text)
 
-    def told(self, place: str) -> dict[int, str]:
+    def posts(self, place: str) -> dict[int, str]:
         """Returns what processes have left there until now, by their numbers."""
         found = self._client.key_value_dir_get(f"wedlm/{place}/")
         return {int(name.rpartition("/")[2]): text for name, text in found}
@@ -234,9 +234,9 @@ class Coordinator:
         """Does what `texts_of_all` does."""
         before, self._met = f"wedlm/texts/{self._met}/", self._met + 1
         place = f"texts/{self._met}"
-        self.tell(place, mine)
+        self.post(place, mine)
         self._client.wait_at_barrier(f"wedlm/{place}", MEETING_MS)
-        found = self.told(place)
+        found = self.posts(place)
         if self.index == 0:  # whoever has come here has read what was said before
             self._client.key_value_delete(before)
         return [found[index] for index in range(self.count)]

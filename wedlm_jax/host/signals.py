@@ -99,7 +99,7 @@ def exit_process(status: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def told_at_once(tell: Callable[[int], None]) -> Iterator[None]:
+def signal_thread(tell: Callable[[int], None]) -> Iterator[None]:
     """Calls ``tell`` with the number of each signal that Python handles as soon as it comes, from a
     thread of its own: a handler waits until the main thread is back from what it computes. To be
     entered in the main thread."""

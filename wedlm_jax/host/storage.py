@@ -9,7 +9,7 @@ A bucket has no renames, and no folders: an object appears whole when its upload
 place with one file last, without which readers take it for absent (`move_tree`).
 
 What is damaged is told from a storage that fails (`is_of_storage`): the first is set aside, the
-second is asked again (`asked_again`) and what lies there left alone. Orbax reads and writes by
+second is read again (`retried`) and what lies there left alone. Orbax reads and writes by
 Python's own files, by gcsfs and by tensorstore, whose errors are all of one type and say in their
 text what happened.
 """
@@ -247,7 +247,7 @@ def is_of_storage(error: BaseException) -> bool:
     return any(map(_is_of_storage, _chain(error)))
 
 
-def told(error: BaseException) -> str:
+def storage_message(error: BaseException) -> str:
     """Returns the storage's own message, or else the error's, on one line."""
     first = next(filter(_is_of_storage, _chain(error)), error)
     # Tensorstore goes on with how the array was opened.
@@ -255,7 +255,7 @@ def told(error: BaseException) -> str:
     return shortened(text or type(first).__name__, 300)
 
 
-def asked_again(folder: Path, read: Callable[[], T]) -> T:
+def retried(folder: Path, read: Callable[[], T]) -> T:
     """Returns the result of ``read``, which is retried, with a message, where the storage fails.
 
     Args:
@@ -271,10 +271,10 @@ def asked_again(folder: Path, read: Callable[[], T]) -> T:
         except Exception as error:
             if not is_of_storage(error):
                 raise
-            reason = told(error)
+            reason = storage_message(error)
         if pause is None:
             break
-        print(f"{folder}: {reason}; asking again in {pause:g} s", file=sys.stderr, flush=True)
+        print(f"{folder}: {reason}; retrying in {pause:g} s", file=sys.stderr, flush=True)
         time.sleep(pause)
     raise StorageFailure(f"{folder}: cannot be read, and is left as it is ({reason})")
 

@@ -11,7 +11,7 @@ import pytest
 
 from wedlm_jax.__main__ import main
 from wedlm_jax.errors import CompilingInterrupted
-from wedlm_jax.host.signals import StopRequest, compiled, told_at_once
+from wedlm_jax.host.signals import StopRequest, compiled, signal_thread
 
 BEGIN = """
 import os, signal, threading, time
@@ -83,7 +83,7 @@ def test_a_signal_is_told_before_the_main_thread_handles_it():
 
     before = signal.signal(signal.SIGUSR1, lambda number, frame: handled.append(number))
     try:
-        with told_at_once(tell):
+        with signal_thread(tell):
             # Where the main thread computes, in C, a handler waits; here it is kept from coming.
             signal.raise_signal(signal.SIGUSR1)
             assert told.wait(10)

@@ -20,11 +20,11 @@ from wedlm_jax.host import storage
 from wedlm_jax.host.atomic import check_writable, part_folder, replacing, write_json
 from wedlm_jax.host.storage import (
     as_path,
-    asked_again,
     folder_of_this_machine,
     is_of_storage,
     is_remote,
-    told,
+    retried,
+    storage_message,
 )
 
 
@@ -148,7 +148,7 @@ def test_what_the_storage_could_not_do_is_no_damage(error):
     wrapped = Exception("Encountered error while reading array index")
     wrapped.__cause__ = error
     assert is_of_storage(wrapped)
-    assert "Encountered" not in told(wrapped)
+    assert "Encountered" not in storage_message(wrapped)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_what_is_missing_or_cannot_be_decoded_is_damage(error, tmp_path):
         raise error
 
     with pytest.raises(type(error)):
-        asked_again(tmp_path, read)
+        retried(tmp_path, read)
 
 
 def test_what_was_not_seen_counts_as_missing_only_where_the_files_can_be_opened(
@@ -189,18 +189,18 @@ def test_what_was_not_seen_counts_as_missing_only_where_the_files_can_be_opened(
         raise FileNotFoundError("Metadata file (named _METADATA) does not exist")
 
     with pytest.raises(StorageFailure, match=r"left as it is \(.*Too many levels of symbolic"):
-        asked_again(tmp_path, read)
+        retried(tmp_path, read)
     assert len(attempts) == 3
-    assert capsys.readouterr().err.count("; asking again in 0 s") == 2
+    assert capsys.readouterr().err.count("; retrying in 0 s") == 2
     (tmp_path / "_METADATA").unlink()
     with pytest.raises(FileNotFoundError):
-        asked_again(tmp_path, read)
+        retried(tmp_path, read)
 
 
 def test_a_message_of_tensorstore_ends_where_its_description_of_the_array_begins():
     error = ValueError("UNAVAILABLE: Error reading gs://b/4: Gone [tensorstore_spec='{...}']")
-    assert told(error) == "UNAVAILABLE: Error reading gs://b/4: Gone"
-    assert told(ConnectionResetError()) == "ConnectionResetError"
+    assert storage_message(error) == "UNAVAILABLE: Error reading gs://b/4: Gone"
+    assert storage_message(ConnectionResetError()) == "ConnectionResetError"
 
 
 # --- where a result cannot be written is said before the work ----------------------------
