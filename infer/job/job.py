@@ -315,7 +315,10 @@ class Job:
                     raise
         self.say(self._summary(counts, progress))
         if counts.all_bad and progress.first_bad:
-            self.say(f"all records are bad, such as {progress.first_bad}")
+            self.say(
+                f"all records are bad, such as {progress.first_bad}; "
+                "--overwrite replaces this output with that of another input"
+            )
         return BAD_DATA if counts.all_bad else 0
 
     def _summary(self, counts: Counts, progress: JobProgress) -> str:

@@ -174,10 +174,13 @@ class ProgressBar:
         """Returns what stands beside the bar: "60 of 100 records, 2.5 records/s, 0:16 left"."""
         elapsed = time.monotonic() - self._started
         new = self._done - self._first
+        left, rate = (self._total or 0) - self._done, new / max(elapsed, 1e-9)
         if seconds_left is None:
             known = self._total is not None and new > 0
-            seconds_left = elapsed * ((self._total or 0) - self._done) / new if known else math.inf
-        parts = [self._count(), text or f"{new / max(elapsed, 1e-9):,.1f} {self._unit}/s"]
+            seconds_left = left / rate if known else math.inf
+        elif left > 0 and 0 < seconds_left < math.inf:
+            rate = left / seconds_left  # such as without the time of compiling
+        parts = [self._count(), text or f"{rate:,.1f} {self._unit}/s"]
         if self._done != self._total and math.isfinite(seconds_left):
             parts.append(f"{clock(seconds_left)} left")
         return ", ".join(parts)
