@@ -129,6 +129,11 @@ def one_size_engine(tiny_model):
 
 
 @pytest.fixture(scope="session")
+def blockwise_engine(tiny_model):
+    return small_engine(tiny_model, DRAWN, refill="blockwise", deterministic=True)
+
+
+@pytest.fixture(scope="session")
 def autoregressive_engine(tiny_model):
     return small_engine(tiny_model, window_size=0)
 

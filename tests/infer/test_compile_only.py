@@ -133,9 +133,9 @@ SMALL = {
 @pytest.mark.parametrize(
     ("family", "drafts", "options"),
     [
-        ("wedlm", "W = 16", []),
+        ("wedlm", "W = 16 and 8 backup masks", []),
         ("qwen3", "15 drafts from the text", []),
-        ("qwen3", "W = 16", ["--drafter", "configs/drafter.yaml"]),
+        ("qwen3", "W = 16 and 8 backup masks", ["--drafter", "configs/drafter.yaml"]),
     ],
 )
 def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, options):

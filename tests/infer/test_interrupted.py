@@ -10,7 +10,7 @@ from tests.infer.chat.terminal import Terminal
 
 @pytest.mark.full
 def test_a_prompt_ends(tmp_path):
-    status, printed = interrupted(tmp_path, "burst", "generate", "--chat", "--prompt", "Hello.")
+    status, printed = interrupted(tmp_path, "run", "generate", "--chat", "--prompt", "Hello.")
     assert status == 130
     assert printed.splitlines()[-1] == "wedlm generate: interrupted while compiling"
 
@@ -20,7 +20,7 @@ def test_a_prompt_ends(tmp_path):
 def test_a_job_says_what_is_kept(tmp_path, number, status):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
-    ended, printed = interrupted(tmp_path, "burst", "generate", *files, number=number)
+    ended, printed = interrupted(tmp_path, "run", "generate", *files, number=number)
     assert ended == status
     assert printed.splitlines()[-1] == (
         f"interrupted while compiling: 0 of 2 records are kept in {tmp_path / 'out'}; the same "
@@ -31,7 +31,7 @@ def test_a_job_says_what_is_kept(tmp_path, number, status):
 
 @pytest.mark.full
 def test_a_conversation_ends(tmp_path):
-    terminal = Terminal(command(tmp_path, "burst", "chat"), tmp_path)
+    terminal = Terminal(command(tmp_path, "run", "chat"), tmp_path)
     try:
         terminal.wait_for("compiling")
         while not (tmp_path / "compiling").exists():

@@ -151,9 +151,10 @@ def test_the_command_of_lm_eval_knows_the_model(checkpoint, tasks, tmp_path, mon
 
 
 @pytest.mark.full
-def test_the_command_of_lm_eval_says_what_it_does_not_know(checkpoint):
+def test_the_command_of_lm_eval_says_what_it_does_not_know(checkpoint, tasks):
     """In a process of its own; `tests/infer/harness/test_model.py` has every such sentence."""
     command = [sys.executable, "-m", "infer.harness", "--model", "wedlm", "--tasks", "write"]
+    command += ["--include_path", str(tasks)]
     wrong = ["--model_args", f"pretrained={checkpoint},windowsize=2"]
     done = subprocess.run([*command, *wrong], capture_output=True, text=True)
     assert done.returncode == 2

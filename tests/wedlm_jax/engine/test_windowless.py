@@ -143,11 +143,11 @@ def test_costs_are_learnt_where_others_run_already(tiny_model, mode, window, aut
     first = Request(0, (3, 9), dataclasses.replace(params, mode=mode), window)
     engine.step([first], max_forwards=1)
     assert isinstance(engine.windows, AutoWindows)
-    assert engine.costs is None
+    assert engine.windows.costs is None
     second = Request(1, (4, 9), params)
     events = events_of(engine, [second])
     results = {event.number: event.result for event in events if isinstance(event, Finished)}
-    assert engine.costs is not None
+    assert engine.windows.costs is not None
     plain = Request(1, (4, 9), dataclasses.replace(params, mode="ar"))
     assert say_the_same(results[1], autoregressive_engine.decode([plain])[0])
 
