@@ -12,18 +12,21 @@ from tests.infer.chat.terminal import Terminal
 def test_a_prompt_ends(tmp_path):
     status, printed = interrupted(tmp_path, "run", "generate", "--chat", "--prompt", "Hello.")
     assert status == 130
-    assert printed.splitlines()[-1] == "wedlm generate: interrupted while compiling"
+    assert printed.splitlines()[-1] == "wedlm generate: interrupted"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_job_says_what_is_kept(tmp_path, number, status):
+@pytest.mark.parametrize(
+    ("number", "status", "how"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
+)
+def test_a_job_says_what_is_kept(tmp_path, number, status, how):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
     ended, printed = interrupted(tmp_path, "run", "generate", *files, number=number)
     assert ended == status
     assert printed.splitlines()[-1] == (
-        f"interrupted while compiling: 0 of 2 records are kept in {tmp_path / 'out'}; the same "
+        f"{how}: 0 of 2 records are kept in {tmp_path / 'out'}; the same "
         "command continues from there"
     )
     assert not (tmp_path / "out").exists(), "any job may begin there"
