@@ -28,7 +28,7 @@ from wedlm_jax.params import SamplingParams
 CHUNK = 1024
 """How many of the prompt's first tokens are compared with its last; a forward computes fewer."""
 OTHERS = 4
-"""How many sequences decode beside the prompt. They are autoregressive: one token per forward."""
+"""The number of sequences that decode while the prompt is computed, each one token per forward."""
 OTHERS_TOKENS = 32
 """Of their prompts."""
 QUIET_FORWARDS = 64

@@ -308,4 +308,4 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
 
 
 Extra: TypeAlias = Mapping[str, Any] | BatchRecord
-"""The part of a record that the output repeats: its extra keys, or its batch envelope."""
+"""What a result copies from its record: the extra keys, or the fields of a batch request."""

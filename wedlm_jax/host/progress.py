@@ -179,7 +179,8 @@ class ProgressBar:
             known = self._total is not None and new > 0
             seconds_left = left / rate if known else math.inf
         elif left > 0 and 0 < seconds_left < math.inf:
-            rate = left / seconds_left  # such as without the time of compiling
+            # The caller's estimate may leave time out, such as of compiling; the rate has to agree.
+            rate = left / seconds_left
         parts = [self._count(), text or f"{rate:,.1f} {self._unit}/s"]
         if self._done != self._total and math.isfinite(seconds_left):
             parts.append(f"{clock(seconds_left)} left")

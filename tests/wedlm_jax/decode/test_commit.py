@@ -1,4 +1,4 @@
-"""Tests how tokens are committed, masks are filled, and windows change their widths."""
+"""Tests what a forward decides: tokens to commit, masks to fill, and the width of a window."""
 
 import dataclasses
 

@@ -46,6 +46,13 @@ def test_rate_and_time_left_count_what_this_bar_has_seen(now):
     assert bar.line() == "100 of 100 records, 5.0 records/s"
 
 
+def test_the_rate_agrees_with_the_time_left_that_is_given(now):
+    bar = ProgressBar("answers", total=100, console=plain())
+    now[0] += 60
+    bar.update(20, seconds_left=16)
+    assert bar.line(seconds_left=16) == "20 of 100 answers, 5.0 answers/s, 0:16 left"
+
+
 def test_a_total_may_come_later_and_a_share_be_shown():
     bar = ProgressBar("bytes", percent=True, console=plain())
     assert bar.line("x") == "0 bytes, x"
