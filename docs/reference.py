@@ -19,8 +19,8 @@ from typing import Any, get_type_hints
 from unittest import mock
 
 from wedlm_jax.__main__ import SUBCOMMANDS, subcommand
-from wedlm_jax.errors import EXIT_STATUS, written
-from wedlm_jax.option_values import options_of
+from wedlm_jax.errors import EXIT_STATUS
+from wedlm_jax.option_values import Option, options_of
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -196,15 +196,10 @@ def sampling_section() -> str:
     return head + option_table(SamplingParams)
 
 
-def option_bounds(option: Any) -> str:
+def option_bounds(option: Option) -> str:
     if option.choices:
         return ", ".join(f"`{choice}`" for choice in option.choices)
-    if option.low is None:
-        return "true or false" if option.flag else ""
-    low = f"above {written(option.low)}" if option.above else written(option.low)
-    high = "" if option.high >= 1e6 else written(option.high)
-    bounds = f"{low} to {high}" if high else low if option.above else f"at least {low}"
-    return bounds.replace("above 0 to", "above 0, up to")
+    return option.bounds.removeprefix("of ") or ("true or false" if option.flag else "")
 
 
 def recipe_table() -> str:
@@ -228,12 +223,13 @@ def recipe_table() -> str:
                 if isinstance(default, bool)
                 else default
             )
+            option = field.metadata["option"]
             rows.append(
                 (
                     f"`{prefix}{field.name}`",
                     f"`{shown}`",
-                    recipe_bounds(field.metadata),
-                    field.metadata["help"],
+                    option_bounds(option),
+                    option.help,
                 )
             )
 
@@ -243,19 +239,6 @@ def recipe_table() -> str:
         "and `+key=value` adds to a mapping. Recipes that are there: `configs/`.\n\n"
     )
     return head + table(("field", "default", "values", "meaning"), rows) + "\n"
-
-
-def recipe_bounds(said: Any) -> str:
-    if said["choices"]:
-        return ", ".join(f"`{choice}`" for choice in said["choices"])
-    if said["above"] is not None:
-        return f"above {written(said['above'])}"
-    if said["least"] is None:
-        return ""
-    if said["most"] != float("inf"):
-        return f"{written(said['least'])} to {written(said['most'])}"
-    below = "" if said["below"] == float("inf") else f", below {written(said['below'])}"
-    return f"at least {written(said['least'])}{below}"
 
 
 # --- Python ---------------------------------------------------------------------------------

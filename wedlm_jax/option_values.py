@@ -18,12 +18,13 @@ UNBOUNDED = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """The description of a field of `SamplingParams` or `EngineConfig` beyond type and default.
+    """The description of a field of `SamplingParams`, `EngineConfig` or a recipe, beyond type and
+    default.
 
     Attributes:
       help: what it does.
       low, high: bounds of a number, inclusive.
-      above: whether ``low`` itself is excluded.
+      above, below: whether ``low``, and whether ``high``, itself is excluded.
       integer, flag: whether a number must be an integer, and whether it is a boolean, by its type.
       choices: the allowed texts.
       also: texts that are allowed in addition to numbers.
@@ -39,6 +40,7 @@ class Option:
     low: float | None = None
     high: float = UNBOUNDED
     above: bool = False
+    below: bool = False
     integer: bool = False
     flag: bool = False
     choices: tuple[str, ...] = ()
@@ -69,17 +71,24 @@ class Option:
     def _check_number(self, name: str, value: Any, low: float) -> None:
         kinds = (int,) if self.integer else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool)
-        if not number or not low <= value <= self.high or (self.above and value == low):
+        excluded = (low if self.above else None, self.high if self.below else None, UNBOUNDED)
+        if not number or not low <= value <= self.high or value in excluded:
             what = "an integer" if self.integer else "a number"
             also = "".join(f" or {text!r}" for text in self.also)
-            raise InputError(f"{name}: expected {what} {self._bounds(low)}{also}, not {value!r}")
+            raise InputError(f"{name}: expected {what} {self.bounds}{also}, not {value!r}")
 
-    def _bounds(self, low: float) -> str:
-        if self.above:
-            return f"above {written(low)}, up to {written(self.high)}"
-        if self.high == UNBOUNDED:
-            return f"of at least {written(low)}"
-        return f"from {written(low)} to {written(self.high)}"
+    @property
+    def bounds(self) -> str:
+        """The bounds of a number in words; empty if it has none."""
+        if self.low is None:
+            return ""
+        bounded, low = self.high != UNBOUNDED, written(self.low)
+        if bounded and not (self.above or self.below):
+            return f"from {low} to {written(self.high)}"
+        least = f"above {low}" if self.above else f"of at least {low}"
+        if not bounded:
+            return least
+        return least + f"{' and below' if self.below else ', up to'} {written(self.high)}"
 
 
 def options_of(kind: type) -> dict[str, Option]:

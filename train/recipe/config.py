@@ -54,9 +54,9 @@ class ModelSection:
 @dataclasses.dataclass
 class LoraSection:
     rank: int = field(
-        0, "of the adapters that are trained beside frozen parameters; 0: all is trained", least=0
+        0, "of the adapters that are trained beside frozen parameters; 0: all is trained", low=0
     )
-    alpha: float = field(32.0, "what the adapters add is scaled by alpha / rank", above=0)
+    alpha: float = field(32.0, "what the adapters add is scaled by alpha / rank", low=0, above=True)
     targets: list[str] = field(
         [*TARGETS], "matrices of each layer that have adapters", choices=TARGETS
     )
@@ -64,15 +64,15 @@ class LoraSection:
 
 @dataclasses.dataclass
 class DrafterSection:
-    window_size: int = field(16, "masks in a window, the most that decoding drafts with", least=2)
-    windows: int = field(0, "windows behind each row; 0: half as many masks as tokens", least=0)
+    window_size: int = field(16, "masks in a window, the most that decoding drafts with", low=2)
+    windows: int = field(0, "windows behind each row; 0: half as many masks as tokens", low=0)
     init_from: str | None = field(
         None, "folder of a drafter whose adapters are trained on; its windows may be others"
     )
     previous_rank: int = field(
         PREVIOUS_RANK,
         "hidden units of the head that corrects a mask by the token before it; 0: no such head",
-        least=0,
+        low=0,
     )
     distance: str = field(
         "kl",
@@ -85,15 +85,15 @@ class DrafterSection:
 class DataSection:
     tokenizer: str | None = field(None, "folder of the tokenizer; null: model.init_from's")
     sources: dict[str, float] = field(
-        {}, "folders of `wedlm tokenize` and their shares of a batch", above=0
+        {}, "folders of `wedlm tokenize` and their shares of a batch", low=0, above=True
     )
     skip: list[list[int]] = field(
         [],
         "batches that no step reads: [[FROM, TO], ...], both included, counted from 1; batch N is "
         "the one that step N reads where nothing is skipped",
     )
-    workers: int = field(0, "processes that read rows ahead; 0: threads of this one", least=0)
-    prefetch: int = field(2, "batches that wait ready, read and placed each", least=1)
+    workers: int = field(0, "processes that read rows ahead; 0: threads of this one", low=0)
+    prefetch: int = field(2, "batches that wait ready, read and placed each", low=1)
 
 
 @dataclasses.dataclass
@@ -101,17 +101,17 @@ class OptimizerSection:
     name: str = field(
         "adamw", "adamw, or muon (layers' matrices; AdamW for the rest)", choices=("adamw", "muon")
     )
-    learning_rate: float = field(3e-4, "peak", least=0)
-    final_learning_rate: float = field(3e-5, "at the last step", least=0)
-    warmup_steps: int = field(100, "linear warm-up from 0", least=0)
+    learning_rate: float = field(3e-4, "peak", low=0)
+    final_learning_rate: float = field(3e-5, "at the last step", low=0)
+    warmup_steps: int = field(100, "linear warm-up from 0", low=0)
     schedule: str = field(
         "cosine",
         "after the warm-up: cosine, or wsd (the peak, then a linear decay)",
         choices=("cosine", "wsd"),
     )
-    decay_steps: int = field(0, "with wsd: the last steps, which decay", least=0)
-    b1: float = field(0.9, "AdamW's first moment decay", least=0, below=1)
-    b2: float = field(0.95, "AdamW's second moment decay", least=0, below=1)
+    decay_steps: int = field(0, "with wsd: the last steps, which decay", low=0)
+    b1: float = field(0.9, "AdamW's first moment decay", low=0, high=1, below=True)
+    b2: float = field(0.95, "AdamW's second moment decay", low=0, high=1, below=True)
     first_moment_dtype: str = field(
         "float32",
         "of first moments: float32, or bfloat16 for 2 bytes per parameter less",
@@ -120,18 +120,19 @@ class OptimizerSection:
     average: float = field(
         0.0,
         "decay of a moving average of the parameters, which is evaluated and exported; 0: none",
-        least=0,
-        below=1,
+        low=0,
+        high=1,
+        below=True,
     )
-    eps: float = field(1e-8, "epsilon of AdamW and of Muon", above=0)
-    weight_decay: float = field(0.1, "on matrices only", least=0)
-    clip_norm: float = field(1.0, "global gradient norm is clipped to this", above=0)
+    eps: float = field(1e-8, "epsilon of AdamW and of Muon", low=0, above=True)
+    weight_decay: float = field(0.1, "on matrices only", low=0)
+    clip_norm: float = field(1.0, "global gradient norm is clipped to this", low=0, above=True)
     spike_factor: float = field(
         10.0,
         "skip a step whose gradient norm is this many times the running mean; 0: never",
-        least=0,
+        low=0,
     )
-    max_skipped: int = field(20, "steps skipped in a row at which the run stops", least=1)
+    max_skipped: int = field(20, "steps skipped in a row at which the run stops", low=1)
 
 
 @dataclasses.dataclass
@@ -139,8 +140,8 @@ class LossSection:
     weighting: str = field(
         "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
     )
-    ar_weight: float = field(1.0, "a in (MLM + a AR) / (1 + a)", least=0)
-    chunk: int = field(2048, "the most tokens whose logits a device holds at once", least=1)
+    ar_weight: float = field(1.0, "a in (MLM + a AR) / (1 + a)", low=0)
+    chunk: int = field(2048, "the most tokens whose logits a device holds at once", low=1)
     dtype: str = field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
@@ -158,12 +159,8 @@ class LossSection:
         "attention: dense, streams, blockwise or splash (TPUs)",
         choices=tuple(IMPLEMENTATIONS),
     )
-    tile: int = field(
-        0, "side of splash's tiles, a multiple of 128; 0: what suits the chip", least=0
-    )
-    unroll: int = field(
-        1, "layers in one turn of the scan over layers; more compile longer", least=1
-    )
+    tile: int = field(0, "side of splash's tiles, a multiple of 128; 0: what suits the chip", low=0)
+    unroll: int = field(1, "layers in one turn of the scan over layers; more compile longer", low=1)
 
 
 @dataclasses.dataclass
@@ -178,31 +175,29 @@ class MeshSection:
 class MetricsSection:
     tensorboard: bool = field(False, "write events for TensorBoard to <output>/tensorboard")
     wandb: str | None = field(None, "project at Weights & Biases to log to; null: none")
-    profile_from: int = field(0, "first step of a profile for xprof, in <output>/profile", least=0)
-    profile_steps: int = field(0, "steps profiled; 0: no profile", least=0)
+    profile_from: int = field(0, "first step of a profile for xprof, in <output>/profile", low=0)
+    profile_steps: int = field(0, "steps profiled; 0: no profile", low=0)
     norms: bool = field(True, "measure norms of parameters and updates, by group")
     stall_factor: float = field(
-        10.0, "write all stacks when a step takes this many times the median; 0: never", least=0
+        10.0, "write all stacks when a step takes this many times the median; 0: never", low=0
     )
 
 
 @dataclasses.dataclass
 class EvaluationSection:
-    every: int = field(
-        0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none", least=0
-    )
+    every: int = field(0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none", low=0)
     source: str | None = field(
         None, "folder of `wedlm tokenize` to evaluate on: rows that were held out"
     )
-    rows: int = field(64, "held-out packed rows to take losses over", least=1)
+    rows: int = field(64, "held-out packed rows to take losses over", low=1)
     seed: int = field(0, "of the order in which these rows, and prefixes, are drawn")
-    prompts: int = field(8, "of these rows, how many prefixes to decode", least=0)
-    max_tokens: int = field(64, "completion tokens of each", least=1)
+    prompts: int = field(8, "of these rows, how many prefixes to decode", low=0)
+    max_tokens: int = field(64, "completion tokens of each", low=1)
     questions: str | None = field(
         None, "file of questions to ask, as of `wedlm evaluate --questions`; null: none"
     )
-    most_questions: int = field(200, "how many of them are asked, drawn by the same seed", least=1)
-    answer_tokens: int = field(256, "the most tokens of an answer", least=1)
+    most_questions: int = field(200, "how many of them are asked, drawn by the same seed", low=1)
+    answer_tokens: int = field(256, "the most tokens of an answer", low=1)
     mode: str = field(
         "verified",
         "how they are answered: verified, paper or ar; with objective ar always ar",
@@ -212,15 +207,17 @@ class EvaluationSection:
 
 @dataclasses.dataclass
 class PhaseSection:
-    from_step: int = field(1, "completed steps at which it begins", least=1)
-    sources: dict[str, float] = field({}, "in the place of data.sources; empty: as before", above=0)
-    learning_rate: float | None = field(
-        None, "peak that the schedule is scaled to; null: as before", above=0
+    from_step: int = field(1, "completed steps at which it begins", low=1)
+    sources: dict[str, float] = field(
+        {}, "in the place of data.sources; empty: as before", low=0, above=True
     )
-    row_length: int | None = field(None, "of the new sources' rows; null: as before", least=1)
-    prediction_blocks: int | None = field(None, "in a row; null: as before", least=0)
-    rows: int | None = field(None, "in a micro-batch; null: as before", least=1)
-    accumulation: int | None = field(None, "micro-batches in a step; null: as before", least=1)
+    learning_rate: float | None = field(
+        None, "peak that the schedule is scaled to; null: as before", low=0, above=True
+    )
+    row_length: int | None = field(None, "of the new sources' rows; null: as before", low=1)
+    prediction_blocks: int | None = field(None, "in a row; null: as before", low=0)
+    rows: int | None = field(None, "in a micro-batch; null: as before", low=1)
+    accumulation: int | None = field(None, "micro-batches in a step; null: as before", low=1)
 
 
 @dataclasses.dataclass
@@ -231,22 +228,22 @@ class TrainConfig:
         "learn the choices of a model that stays as it is)",
         choices=("wedlm", "ar", "drafter"),
     )
-    steps: int = field(1000, "optimizer steps", least=1)
-    rows: int = field(8, "packed rows in a micro-batch; loss.remat: auto may cut it", least=1)
-    accumulation: int = field(1, "micro-batches in a step", least=1)
-    row_length: int = field(512, "tokens in a packed row, a multiple of block_size", least=1)
-    block_size: int = field(32, "B: consecutive positions that share a mask ratio", least=1)
+    steps: int = field(1000, "optimizer steps", low=1)
+    rows: int = field(8, "packed rows in a micro-batch; loss.remat: auto may cut it", low=1)
+    accumulation: int = field(1, "micro-batches in a step", low=1)
+    row_length: int = field(512, "tokens in a packed row, a multiple of block_size", low=1)
+    block_size: int = field(32, "B: consecutive positions that share a mask ratio", low=1)
     prediction_blocks: int = field(
         0,
         "room for blocks in a row's prediction stream, which leaves out those without a token to "
         "train on; 0: what the data's rows need",
-        least=0,
+        low=0,
     )
     suffix_share: float = field(
         0.0,
         "share of blocks whose masks are its last tokens, as in verified decoding's windows",
-        least=0,
-        most=1,
+        low=0,
+        high=1,
     )
     quantized_training: str = field(
         "none",
@@ -263,20 +260,20 @@ class TrainConfig:
         "state of another run to begin with, RUN@STEP: its parameters, optimizer, step and place "
         "in the data; null: model.init_from, or from scratch",
     )
-    checkpoint_every: int = field(200, "steps between checkpoints", least=1)
+    checkpoint_every: int = field(200, "steps between checkpoints", low=1)
     checkpoint_timeout: int = field(
-        1200, "seconds in which a checkpoint must be written, or counts as failed", least=1
+        1200, "seconds in which a checkpoint must be written, or counts as failed", low=1
     )
-    keep_checkpoints: int = field(2, "newest checkpoints kept", least=1)
+    keep_checkpoints: int = field(2, "newest checkpoints kept", low=1)
     keep_every: int = field(
-        0, "checkpoints at multiples of this stay for good, beside the newest; 0: none", least=0
+        0, "checkpoints at multiples of this stay for good, beside the newest; 0: none", low=0
     )
     export_dtype: str = field(
         "float32",
         "of the model in <output>/hf; training keeps parameters in float32 all the same",
         choices=DTYPES,
     )
-    log_every: int = field(10, "steps between metric lines", least=1)
+    log_every: int = field(10, "steps between metric lines", low=1)
     phases: list[PhaseSection] = field(
         [],
         "changes at given steps: [{from_step: N, ...}] with "
@@ -390,7 +387,7 @@ def describe() -> list[tuple[str, str, str]]:
                 lines += walk(factory, f"{prefix}{one.name}.")
             else:
                 default = factory() if callable(factory) else one.default
-                lines.append((prefix + one.name, str(default), one.metadata["help"]))
+                lines.append((prefix + one.name, str(default), one.metadata["option"].help))
         return lines
 
     return walk(TrainConfig, "")

@@ -3,91 +3,66 @@ fields, ``key=value``, and ``+key=value`` for one more entry of a mapping."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from wedlm_jax.errors import InputError, written
+from wedlm_jax.errors import InputError
+from wedlm_jax.option_values import Option
 
 
-def field(
-    default: Any,
-    meaning: str,
-    *,
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float = math.inf,
-    above: float | None = None,
-    below: float = math.inf,
-) -> Any:
-    """Declares a field of a recipe: its default, what ``--help`` says of it, and its bounds.
+def field(default: Any, meaning: str, **limits: Any) -> Any:
+    """Declares a field of a recipe: its default, what ``--help`` says of it, and its limits.
 
     Args:
-      choices: the texts that it may be; any where there are none.
-      least, most: bounds of a number, which it may reach.
-      above, below: bounds that it may not reach.
+      limits: as of an `Option`; those of a list or a mapping hold for each value in it.
     """
-    metadata = {
-        "help": meaning,
-        "choices": choices,
-        "least": least,
-        "most": most,
-        "above": above,
-        "below": below,
-    }
+    metadata = {"option": Option(meaning, **limits)}
     if isinstance(default, dict | list):
         return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -> None:
-    """Compares every value with what its field says that it may be.
+    """Checks every value by the description of its field; of types OmegaConf takes care.
 
     Args:
-      origin: says where a field's value comes from, by the field's name.
+      origin: returns where a field's value comes from, given the field's name.
     """
     for one_field in dataclasses.fields(section):
-        name, limits = prefix + one_field.name, one_field.metadata
-        value = getattr(section, one_field.name)
+        name, value = prefix + one_field.name, getattr(section, one_field.name)
         if dataclasses.is_dataclass(value):
             check_fields(value, origin, f"{name}.")
             continue
-        for number, one in enumerate(value if isinstance(value, list) else []):
+        for shown, one in _values_in(name, value):
             if dataclasses.is_dataclass(one):
-                check_fields(one, origin, f"{name}[{number}].")
-        for one in value if isinstance(value, list) else [value]:
-            if limits["choices"] and one not in limits["choices"]:
-                expected = _one_of(limits["choices"])
-                raise InputError(f"{origin(name)}: {name} must be {expected}, not {one!r}")
-        for key, number in value.items() if isinstance(value, dict) else [("", value)]:
-            shown = f"{name}: the share of {key}" if key else name
-            if bound := _broken_bound(limits, number):
-                given = origin(f"{name}.{key}" if key else name)
-                raise InputError(f"{given}: {shown} must be {bound}, not {number}")
+                check_fields(one, origin, f"{shown}.")
+            elif one is not None:  # None leaves a field out
+                with _given(origin, shown):
+                    one_field.metadata["option"].check(shown, one)
 
 
-def _broken_bound(limits: Mapping[str, Any], number: Any) -> str | None:
-    """Returns what a field says that a number must be, where it is not; None where it is."""
-    if number is None:  # of a field that may be left out
-        return None
-    if limits["above"] is not None:
-        return None if limits["above"] < number < math.inf else f"above {written(limits['above'])}"
-    if limits["least"] is None:
-        return None
-    if limits["least"] <= number <= limits["most"] and number < limits["below"]:
-        return None
-    if limits["most"] < math.inf:
-        return f"{written(limits['least'])} to {written(limits['most'])}"
-    above = f"at least {written(limits['least'])}"
-    return above if limits["below"] == math.inf else f"{above} and below {written(limits['below'])}"
+def _values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the values of a field, each with its name."""
+    if isinstance(value, dict):
+        yield from ((f"{name}.{key}", one) for key, one in value.items())
+    elif isinstance(value, list):
+        yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
+    else:
+        yield name, value
 
 
-def _one_of(choices: tuple[str, ...]) -> str:
-    return " or ".join(choices) if len(choices) == 2 else f"one of {', '.join(choices)}"
+@contextlib.contextmanager
+def _given(origin: Callable[[str], str], name: str) -> Iterator[None]:
+    """Says in a refusal where the field's value comes from."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{origin(name)}: {error}") from None
 
 
 def field_origin(path: str | Path, overrides: Sequence[str], *names: str) -> str:

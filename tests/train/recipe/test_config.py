@@ -116,38 +116,41 @@ steps: [1, 2 | not valid YAML.*
 a: b: c | not valid YAML.*
 \tsteps: 5 | not valid YAML.*
 steps: *unknown | not valid YAML.*
-rows: 0 | rows must be at least 1, not 0
+rows: 0 | rows: expected a number of at least 1, not 0
 {row_length: 100, block_size: 32} | row_length 100 is not a multiple of block_size 32.*
-data: {sources: {a: -1.5}, tokenizer: t} | .* share of a .* not -1.5
+data: {sources: {a: -1.5}, tokenizer: t} | data.sources.a: expected a number above 0, not -1.5
 data: {sources: {a: 1}} | data.sources needs the tokenizer .*
-data: {workers: -1} | data.workers must be at least 0, not -1
-data: {prefetch: 0} | data.prefetch must be at least 1, not 0
+data: {workers: -1} | data.workers: expected a number of at least 0, not -1
+data: {prefetch: 0} | data.prefetch: expected a number of at least 1, not 0
 data: {tokenizer: t, sources: {a: 1}}\nevaluation: {every: 5} | evaluation.source must name a .*
 """
 OVERRIDES = r"""
-steps=0 | steps must be at least 1, not 0
-rows=0 | rows must be at least 1, not 0
-accumulation=0 | accumulation must be at least 1, not 0
-block_size=0 | block_size must be at least 1, not 0
-log_every=0 | log_every must be at least 1, not 0
-checkpoint_every=0 | checkpoint_every must be at least 1, not 0
+steps=0 | steps: expected a number of at least 1, not 0
+rows=0 | rows: expected a number of at least 1, not 0
+accumulation=0 | accumulation: expected a number of at least 1, not 0
+block_size=0 | block_size: expected a number of at least 1, not 0
+log_every=0 | log_every: expected a number of at least 1, not 0
+checkpoint_every=0 | checkpoint_every: expected a number of at least 1, not 0
 stepz=5 | unknown key 'stepz'; did you mean 'steps'\?
 steps | expected key=value.*
-loss.attention=flash | loss.attention must be one of dense.*not 'flash'
-objective=mlm | objective must be one of wedlm, ar, drafter, not 'mlm'
-loss.remat=ful | loss.remat must be one of auto, none, .*, full, offload, not 'ful'
+loss.attention=flash | loss.attention: expected one of dense.*not 'flash'
+objective=mlm | objective: expected one of wedlm, ar, drafter, not 'mlm'
+loss.remat=ful | loss.remat: expected one of auto, none, .*, full, offload, not 'ful'
 loss.tile=100 | loss.tile must be a multiple of 128, not 100
-loss.weighting=foo | loss.weighting must be inverse_ratio or uniform, not 'foo'
-loss.dtype=int8 | loss.dtype must be bfloat16 or float32, not 'int8'
-optimizer.b2=1.5 | optimizer.b2 must be at least 0 and below 1, not 1.5
-optimizer.clip_norm=0 | optimizer.clip_norm must be above 0, not 0.0
-optimizer.name=sgd | optimizer.name must be adamw or muon, not 'sgd'
-lora.rank=-1 | lora.rank must be at least 0, not -1
-lora={rank: -1} | lora.rank must be at least 0, not -1
-lora.alpha=0 | lora.alpha must be above 0, not 0.0
-lora.targets=[q_proj, lm_head] | lora.targets must be one of q_proj, .*, down_proj, not 'lm_head'
-quantized_training=int4 | quantized_training must be none or int8, not 'int4'
-phases=[{from_step: 2, rows: 0}] | phases\[0\].rows must be at least 1, not 0
+loss.weighting=foo | loss.weighting: expected one of inverse_ratio, uniform, not 'foo'
+loss.dtype=int8 | loss.dtype: expected one of bfloat16, float32, not 'int8'
+optimizer.b2=1.5 | optimizer.b2: expected a number of at least 0 and below 1, not 1.5
+optimizer.b2=1 | optimizer.b2: expected a number of at least 0 and below 1, not 1.0
+optimizer.learning_rate=.inf | optimizer.learning_rate: expected a number of at least 0, not inf
+suffix_share=1.5 | suffix_share: expected a number from 0 to 1, not 1.5
+optimizer.clip_norm=0 | optimizer.clip_norm: expected a number above 0, not 0.0
+optimizer.name=sgd | optimizer.name: expected one of adamw, muon, not 'sgd'
+lora.rank=-1 | lora.rank: expected a number of at least 0, not -1
+lora={rank: -1} | lora.rank: expected a number of at least 0, not -1
+lora.alpha=0 | lora.alpha: expected a number above 0, not 0.0
+lora.targets=[q_proj, lm_head] | lora.targets\[1\]: expected one of q_proj, .*, not 'lm_head'
+quantized_training=int4 | quantized_training: expected one of none, int8, not 'int4'
+phases=[{from_step: 2, rows: 0}] | phases\[0\].rows: expected a number of at least 1, not 0
 phases=[{from_stop: 10}] | .*unknown key .*
 data.skip=[[9, 2]] | data.skip\[0\] must be \[from, to\], .*counted from 1, not \[9, 2\]
 data.skip=[[0, 3]] | data.skip\[0\] must be .*
@@ -162,7 +165,7 @@ data.sources=x | data.sources: expected a mapping, such as .*
 """
 OF_A_DRAFTER = r"""
 lora.rank=0 | objective drafter trains adapters; give lora.rank.*
-drafter.window_size=1 | drafter.window_size must be at least 2.*
+drafter.window_size=1 | drafter.window_size: expected a number of at least 2.*
 evaluation.questions=x.jsonl | .*a drafter never changes an answer.*
 """
 OF_ADAPTERS = r"""
@@ -183,8 +186,8 @@ def rows(table):
         *(("steps: 5", [override], override, told) for override, told in rows(OVERRIDES)),
         *((DRAFTER, [override], override, told) for override, told in rows(OF_A_DRAFTER)),
         *(("lora: {rank: 4}", [override], override, told) for override, told in rows(OF_ADAPTERS)),
-        ("rows: 0", ["steps=5"], None, "rows must be at least 1, not 0"),
-        ("rows: 4", ["rows=2", "rows=0", "steps=5"], "rows=0", "rows must be .*"),
+        ("rows: 0", ["steps=5"], None, "rows: expected a number of at least 1, not 0"),
+        ("rows: 4", ["rows=2", "rows=0", "steps=5"], "rows=0", "rows: .*"),
         ("{row_length: 100, block_size: 32}", ["steps=5"], None, ".*"),
         ("block_size: 32", ["row_length=100"], "row_length=100", "row_length 100 is not .* 32"),
         ("row_length: 64", ["block_size=48"], "block_size=48", ".*"),
