@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, require_extra, shortened
 from wedlm_jax.option_values import Option, as_schema
 from wedlm_jax.params import OPTIONS, SamplingParams
 
@@ -139,7 +139,10 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     base = advised_params(options)
     try:
         given = {name: options[name] for name in OPTIONS if name in options}
-        return dataclasses.replace(base, **given)
+        params = dataclasses.replace(base, **given)
+        if params.grammar is not None:
+            require_extra(params.grammar[0], "grammar", "llguidance")  # before a model is loaded
+        return params
     except InputError as error:
         raise InputError(as_flag(str(error))) from None
 

@@ -95,14 +95,15 @@ def described(config: TrainConfig) -> dict[str, str]:
     sources = source_digest(wedlm_jax, train)[:12]
     found["wedlm_jax"] = f"{wedlm_jax.__version__} with sources {sources}"
     found["Python"] = ".".join(platform.python_version_tuple()[:2])
-    names = [name for name in source_names(config) if name]
+    places = [(name, "data.sources") for name in source_names(config) if name]
     if config.evaluation.every:
-        names += [config.evaluation.source] if config.evaluation.source else []
+        if config.evaluation.source:
+            places.append((config.evaluation.source, "evaluation.source"))
         if config.evaluation.questions:
             questions = folder_of_this_machine(config.evaluation.questions, "evaluation.questions")
             found["what evaluation.questions holds"] = _content(questions)
-    for name in names:
-        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+    for name, field in places:
+        manifest = read_manifest(folder_of_this_machine(name, field))
         found[f"what {name} holds"] = f"{manifest.rows:,} rows ({manifest.content[:16]})"
     if config.data.tokenizer is not None:
         path = as_path(config.data.tokenizer) / "tokenizer.json"

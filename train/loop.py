@@ -133,7 +133,8 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         if not text_of_first("yes" if begun and is_described(output, model) else ""):
             describe_run(output, model, folder, program.lora)
         with jax.set_mesh(mesh):
-            program = settled_here(program)
+            with time.spent("compile"):
+                program = settled_here(program)
             run = TrainingRun(program, data, held, files, time, asked)
             parameters = to_export(run.run(checkpoints, origin))  # the moments are not kept for it
     except StorageFailure:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.checkpoint.adapters import with_drafter
+from wedlm_jax.checkpoint.adapters import read_adapter_config, with_drafter
 from wedlm_jax.checkpoint.hf import read_generation_config
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.open import find_model, open_checkpoint, tokenizer_folder
@@ -107,6 +107,8 @@ class LLM:
         self.dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         check_quantization(config.quantization)
         self.folder = find_model(model)
+        if config.drafter is not None:
+            read_adapter_config(Path(config.drafter), drafter=True)  # before anything is loaded
         self.name = str(self.folder if model is None else model).rstrip("/")
         beside = tokenizer_folder(self.folder)
         self.generation_config = read_generation_config(beside)
