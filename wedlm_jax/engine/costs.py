@@ -1,14 +1,15 @@
-"""The costs of forwards by static size, learnt from the times of bursts.
+"""Estimates what a forward of each static size costs, and learns from the times of bursts.
 
-A burst whose forwards ran r(s) times at each size s takes about
+A burst that runs r(s) forwards at each size s takes about
 
     overhead + Σ r(s) exp(c(s))
 
 seconds. The logarithms c are Gaussian: all sizes share a level, which drifts with the machine's
 load; neighbouring sizes have similar errors; each size has a small individual error; and the
 program without room for windows, if there is one, has separate costs, whose ratio to the others
-changes slowly with the size. A Kalman filter updates all of them from each burst. So sizes that run
-correct those that do not, while the machine's load, which changes no ratio, affects only the level.
+changes slowly with the size. A Kalman filter updates all of them from each burst. So a size that
+runs also corrects the estimates of sizes that do not. The machine's load changes no ratio, so it
+affects only the level.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ Floats = np.ndarray
 """float64."""
 
 OVERHEAD = 5e-4
-"""The initial estimate of the seconds that a burst takes in addition to its forwards."""
+"""Initial estimate of the seconds that a burst takes in addition to its forwards."""
 SHARED, OWN, RATIO = 0.3, 0.1, 0.2
-"""Standard deviations of logarithms: of the error that neighbours share, of a size's individual
-error, and of the ratio between the programs."""
+"""Standard deviations of logarithms: the error that neighbours share, a size's individual error,
+and the ratio between the programs."""
 NEIGHBOURS = 1.0
-"""The distance of neighbours in logarithms: sizes within a factor of about e."""
+"""The length scale of shared errors, in log size: neighbours are within a factor of about e."""
 UNKNOWN = 3.0
 """The factor by which these deviations are larger if nothing has been measured."""
 NOISE = 0.1
@@ -42,19 +43,18 @@ NOISE = 0.1
 LEVEL_DRIFT, FORGETTING = 0.05, 1e-3
 """How far the level drifts from burst to burst, and how fast knowledge of ratios fades."""
 USUAL, MOST = 2.5, 1.5
-"""The number of standard deviations beyond which a time is attributed to the level, because the
-machine was busy or a program was compiled; and the largest surprise, as a logarithm, that counts.
-"""
+"""A time that is off by more than USUAL standard deviations is attributed to the level: the machine
+was busy, or a program was compiled. MOST limits the surprise, as a logarithm."""
 
 
 class CostTable:
-    """Seconds of a forward.
+    """Estimates the seconds of a forward.
 
     Args:
       sizes: the static sizes T of a forward, in any order.
       seconds: estimates for each size; None if nothing is known.
-      windowless: the cost of a forward in the program without windows relative to one of the same
-        size in the program with them: a number, or one for each size.
+      windowless: cost of a forward in the program without windows, relative to one of the same size
+        in the program with windows: a single number, or one per size.
       overhead: seconds that a burst takes in addition to its forwards.
     """
 
@@ -93,16 +93,16 @@ class CostTable:
         return float(np.exp(self._logs[:-1].mean()))
 
     def seconds(self, tokens: Floats | float, *, windowless: bool = False) -> Floats:
-        """Returns the seconds of forwards with these numbers of tokens. Each runs at the smallest
-        size that holds its tokens or, beyond the largest size, in parts."""
+        """Returns the seconds of forwards with these token counts. Each runs at the smallest size
+        that holds its tokens; beyond the largest size, it runs in parts."""
         largest, costs = self.sizes[-1], self._seconds[int(windowless)]
         whole = np.maximum(np.ceil(np.asarray(tokens) / largest) - 1, 0)
         found: Floats = costs[self.sizes.searchsorted(tokens - whole * largest)] + whole * costs[-1]
         return found
 
     def expected(self, tokens: Floats, spread: Floats) -> Floats:
-        """Returns the expected seconds of forwards whose numbers of tokens vary by ``spread``
-        around an average: a forward that just fits into a size may not fit the next time."""
+        """Returns the expected seconds of forwards whose token counts vary by ``spread`` around an
+        average: a forward that just fits into a size may not fit the next time."""
         each = tokens + spread * np.array([[-1.0], [0.0], [1.0]])
         mean: Floats = self.seconds(np.maximum(each, 1)).sum(axis=0) / 3
         return mean
@@ -125,8 +125,8 @@ class CostTable:
 
         Args:
           sizes: ``[S]``, static sizes of its program.
-          runs: int ``[S]``, how often forwards ran at each.
-          seconds: how long the whole burst took.
+          runs: int ``[S]``, how many forwards ran at each size.
+          seconds: duration of the whole burst.
           windowless: whether its program is the one without windows.
         """
         at, count = self._at(tuple(sizes)), len(self.sizes)
@@ -154,7 +154,8 @@ class CostTable:
         self._seconds = np.exp(self._logs[:-1]).reshape(2, -1)
 
     def _at(self, sizes: tuple[int, ...]) -> Floats:
-        """Returns the weights of the table's sizes in the logarithms of these sizes' costs."""
+        """Returns how much each size of the table contributes to the logarithms of these sizes'
+        costs."""
         if sizes not in self._weights:
             eye = np.eye(len(self.sizes))
             rows = [np.interp(np.log(sizes), self._places, row) for row in eye]
@@ -178,9 +179,10 @@ def kept_table(
     """Returns the table stored in a folder, or measures one and stores it.
 
     Args:
-      folder: a folder such as that of JAX's compiled programs; None stores nothing.
+      folder: where tables are stored, such as JAX's folder of compiled programs; None stores
+        nothing.
       key: everything that costs depend on: kind of device, model, dtype, sizes, versions.
-      measured: measures a table.
+      measured: function that measures a table.
     """
     if folder is None:
         return measured()

@@ -1,8 +1,7 @@
-"""Steps an engine in a thread of its own, for callers in any other thread.
+"""Steps an engine in its own thread, for callers in other threads.
 
 Requests and aborts may come at any time and take effect at the next step; events are delivered to
-the caller named by each request's handle. The thread lives while there is work, and a little
-longer.
+the caller named by each request's handle. The thread runs while there is work, and a little longer.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Caller:
     """Receives the events of one or more requests.
 
     Args:
-      take: called with all of the caller's events of a step.
-      seconds: the longest that a burst should take, for a caller that shows tokens as they come;
-        None lets the engine choose.
+      take: called with all the caller's events from a step.
+      seconds: target limit on a burst's duration, for a caller that shows tokens as they come; None
+        lets the engine choose.
       patience: how many seconds new tokens may be held back to be delivered together with later
         ones, since each delivery takes time. An event that ends a request is delivered at once.
     """
@@ -50,7 +49,7 @@ class Caller:
         self.take, self.seconds, self._patience = take, seconds, patience
         self._events: list[Event] = []
         self._deltas: dict[int, int] = {}
-        """By request number, the index in `_events` of its held tokens."""
+        """The index in `_events` of a request's held tokens, by request number."""
         self._is_urgent, self._last = False, -math.inf
 
     def hold(self, event: Event) -> None:
@@ -182,9 +181,9 @@ class EngineLoop:
     # --- what a server overrides ----------------------------------------------------------
 
     def _admitted(self, waiting: list[Request]) -> tuple[list[Request], list[Event], Traits | None]:
-        """Decides which waiting requests join now. Returns those, the failures of others, and the
-        traits of the program to run (None for the smallest that serves all). The remaining requests
-        are offered again at the next step."""
+        """Decides which waiting requests join now. Returns them, `Failed` events for refused ones,
+        and the traits of the program to run (None for the smallest that serves all). The remaining
+        requests are offered again at the next step."""
         return waiting, [], None
 
     def _may_wait(self) -> bool:
@@ -227,7 +226,7 @@ class EngineLoop:
         last step; None if the loop was closed meanwhile, or nothing came for `IDLE_SECONDS`."""
 
         def may_go_on() -> bool:
-            # A loop without requests leaves the engine alone: it may be another's.
+            # A loop without requests leaves the engine alone, since others may be using it.
             ready = self._is_busy and (self._has_work or bool(waiting and not self._may_wait()))
             return self._is_closing or (ready and not self._pauses)
 
@@ -266,7 +265,7 @@ class EngineLoop:
         """Runs a step; returns the requests that have not joined yet, and the events."""
         engine = self.engine
         if self.is_broken:
-            error = RuntimeError("the engine failed and could not be started afresh")
+            error = RuntimeError("the engine failed and could not be restarted")
             return [], [Failed(request, error) for request in waiting]
         ready, failed, program = self._admitted(waiting)
         over = {one.number for one in ready} | {event.number for event in failed}

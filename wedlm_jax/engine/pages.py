@@ -1,4 +1,4 @@
-"""Reference counts of the pages of one cache."""
+"""Counts the holders of each page of one cache, and finds prefixes that stay in it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 TRASH_PAGE = 0
-"""Padding is written here; no sequence ever gets it."""
+"""The page that padding is written to; no sequence ever gets it."""
 
 
 class PageError(RuntimeError):
-    """The page counts are inconsistent: a bug of this program, never caused by bad input."""
+    """The page counts are inconsistent: a bug in this program, never caused by bad input."""
 
 
 class Pages:
@@ -27,7 +27,9 @@ class Pages:
 
     def __init__(self, num_pages: int, page_size: int):
         if num_pages < 2 or page_size < 1:
-            raise ValueError(f"pages: {num_pages} of {page_size} tokens hold nothing")
+            raise ValueError(
+                f"expected at least 2 pages of at least 1 token, not {num_pages} of {page_size}"
+            )
         self.num_pages, self.page_size = num_pages, page_size
         self._free = list(range(num_pages - 1, TRASH_PAGE, -1))
         self._holders = [0] * num_pages
@@ -58,7 +60,7 @@ class Pages:
         if count <= 0:
             return []
         if count > len(self._free):
-            raise PageError(f"{count} pages were asked for, {len(self._free)} are free")
+            raise PageError(f"{count} pages were requested, but only {len(self._free)} are free")
         taken = self._free[-count:][::-1]
         del self._free[-count:]
         for page in taken:
@@ -99,26 +101,26 @@ class Pages:
         for page in range(self.num_pages):
             counted, actual = self._holders[page], holders.get(page, 0)
             if counted != actual:
-                raise PageError(f"page {page} has {actual} holders, and {counted} are counted")
+                raise PageError(f"page {page} has {actual} holders, but its count is {counted}")
         free = set(self._free)
         held = {page for page, count in holders.items() if count}
         everything = set(range(TRASH_PAGE + 1, self.num_pages))
         if len(free) != len(self._free) or free & held or free | held != everything:
-            raise PageError("free and held pages do not make up all pages, each once")
+            raise PageError("not every page is either free or held, exactly once")
 
 
 # --- Prefixes that stay in the cache ---------------------------------------------------------
 #
 # The prefix cache is a radix tree over full pages of keys and values.
 #
-# Each node is a page, whose key is the tokens in it; the path from the root to a node is the text
-# up to the end of its page. The tree itself holds each of its pages once. A sequence that reads a
-# node's page also holds all nodes above it. So no sequence holds a page below one that only the
-# tree holds, and all such pages can be evicted, leaves first.
+# Each node is a page, and its key is the tokens in it; the path from the root to a node spells the
+# text up to the end of its page. The tree is itself one holder of each of its pages. A sequence
+# that reads a node's page also holds all nodes above it. So below a page that only the tree holds,
+# no page is held by a sequence, and all such pages can be evicted, leaves first.
 
 
 class Node:
-    """A page in the tree. `children` are the pages that continue its text, by their tokens."""
+    """A page in the tree. `children` are the pages that continue its text, keyed by tokens."""
 
     __slots__ = ("children", "key", "last_use", "page", "parent")
 
@@ -129,7 +131,7 @@ class Node:
 
 
 class PrefixTree:
-    """Finds full pages of final keys and values in one cache by their text.
+    """Finds cached pages by their text: full pages whose keys and values are final.
 
     Args:
       pages: the cache's pages. The tree keeps pages only until they are needed elsewhere: a caller
@@ -141,7 +143,7 @@ class PrefixTree:
         self._root = Node(b"", 0, None)
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []
-        self._entries = 0  # so that two nodes are never compared
+        self._entries = 0  # breaks ties, so that the heap never compares nodes
         self.num_pages = 0
         self.num_evictable = 0
         """The number of pages that only the tree holds."""
@@ -208,7 +210,7 @@ class PrefixTree:
         """Frees pages that only the tree holds, the least recently used leaves first.
 
         Returns:
-          how many were freed: ``count``, or fewer if there were no more.
+          how many pages were freed: ``count``, or fewer if no more can be evicted.
         """
         freed = 0
         while freed < count and self._leaves:

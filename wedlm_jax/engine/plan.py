@@ -21,21 +21,21 @@ from wedlm_jax.engine.sequence import SequenceState, widest_span
 from wedlm_jax.engine.windows import WindowChoice
 
 WAITING_FORWARDS = 32
-"""The most forwards while a sequence waits for a place; a burst also ends when some are free."""
+"""Maximum forwards of a burst while a sequence waits for a place; it also ends when some places are
+free."""
 PREFILL_FORWARDS = 8
-"""The most forwards of a burst while a long prompt is computed chunk by chunk."""
+"""Maximum forwards of a burst while a long prompt is computed chunk by chunk."""
 SHORT_OF_PAGES_FORWARDS = 8
-"""The most forwards of a burst while a sequence waits only for pages, so that running ones get
-few pages in advance."""
+"""Maximum forwards of a burst while a sequence waits only for pages, so that running ones get few
+pages in advance."""
 WATCHED_FORWARDS = 16
-"""The most forwards of a burst while a stop string, which only the host sees, may end a sequence.
-"""
+"""Maximum forwards of a burst while a stop string, which only the host sees, may end a sequence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BurstLength:
-    """The end of a burst: each replica stops after ``forwards`` forwards, or when
-    ``until_finished`` (by replica) of its sequences have finished."""
+    """When a burst ends: each replica stops after ``forwards`` forwards, or once ``until_finished``
+    (by replica) of its sequences have finished."""
 
     forwards: int
     until_finished: list[int]
@@ -55,12 +55,13 @@ def burst_length(
     """Decides when the next burst ends.
 
     Args:
-      running: sequences of each replica.
-      longest: the most forwards if no sequence waits.
+      running: the running sequences of each replica.
+      longest: maximum forwards if no sequence waits.
       prefill_forwards: forwards until all prompts are computed; 0 if they are paused.
       chunks: the prompt chunks of the burst.
-      num_waiting, num_deferred: how many sequences wait, and how many of them for another's prompt.
-      pages_are_short: whether some of them wait although an index is free.
+      num_waiting, num_deferred: how many sequences wait, and how many of these wait for another's
+        prompt.
+      pages_are_short: whether some wait for pages although an index is free.
       soon: whether callers want to hear of finished sequences soon, to submit others.
     """
     everybody = [sequence for some in running for sequence in some]
@@ -70,8 +71,8 @@ def burst_length(
     if any(sequence.request.params.grammar for sequence in everybody):
         forwards = 1  # the host computes what a grammar allows before each forward
     if num_waiting or soon:
-        # A share of the sequences must finish before new ones enter, whose prompts then share
-        # forwards.
+        # New sequences enter only after a share of the running ones has finished, so that their
+        # prompts share forwards.
         until = [max(count // (4 if soon else 8), 1) for count in until]
     if num_waiting:
         forwards = min(forwards, WAITING_FORWARDS)
@@ -104,7 +105,7 @@ def prefill_forwards(replica: Replica, chunk_tokens: int) -> int:
 
 def give_pages(replica: Replica, forwards: int) -> int:
     """Gives every sequence pages for the forwards of a burst, or for fewer forwards if pages are
-    short. There must be enough for the next forward.
+    short. The caller ensures that there are enough for the next forward.
 
     Returns:
       how many forwards the pages will probably last.
@@ -144,15 +145,16 @@ def expected_rate(sequence: SequenceState) -> float:
 # A long prompt is paced so that sequences that decode at the same time are slowed by a factor of at
 # most two.
 #
-# A chunk of a few tokens is cheap as far as products are concerned. But each of its tokens attends
-# to everything before it: after 16k tokens even a small chunk can take as long as tens of decode
+# A chunk of a few tokens adds little to the matrix products. But each of its tokens attends to
+# everything before it: after 16k tokens even a small chunk can take as long as tens of decode
 # forwards. So time is shared: after a forward with a chunk that took longer than two without, the
 # prompt pauses, and the other sequences decode until the average is down to two again.
 
 SHARE = 2.0
 """The factor by which a long prompt may slow forwards down, on average."""
 PLAIN_FORWARDS = 8
-"""Forwards of the first burst after a long prompt arrives, which are measured without chunks."""
+"""Forwards of the first burst after a long prompt arrives; it runs without chunks, to measure such
+forwards."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,8 +162,8 @@ class Chunks:
     """How prompts are computed in a burst.
 
     Attributes:
-      tokens: the most prompt tokens of a forward in addition to windows; 0 pauses prompts.
-      forwards: the most forwards of the burst; None if chunks do not limit it.
+      tokens: maximum prompt tokens per forward, in addition to windows; 0 pauses prompts.
+      forwards: maximum forwards of the burst; None if chunks do not limit it.
     """
 
     tokens: int
@@ -172,8 +174,8 @@ class PromptPace:
     """Chooses the chunks of each burst.
 
     Args:
-      most: the most prompt tokens of a forward while no long prompt slows others down.
-      balanced: the size of a forward that takes about twice as long as one of one token.
+      most: maximum prompt tokens per forward while no long prompt slows others down.
+      balanced: the size of a forward that takes about twice as long as a forward of one token.
     """
 
     def __init__(self, most: int, balanced: int):
@@ -193,9 +195,9 @@ class PromptPace:
     def next_chunks(self, replicas: Sequence[Replica]) -> Chunks:
         """Returns the chunks of the next burst.
 
-        Chunks have the most tokens, unless a longer prompt is computed while other sequences
-        decode. Then their products may roughly double the time of a forward; if attention makes it
-        longer, they alternate with forwards without chunks.
+        Chunks have the maximum size, unless a longer prompt is computed while other sequences
+        decode. Then their matrix products may roughly double the time of a forward; if attention
+        makes it longer still, they alternate with forwards without chunks.
         """
         budget = chunk_tokens(replicas, self._most, self._balanced)
         if budget is None:
@@ -213,7 +215,7 @@ class PromptPace:
         """Learns from a burst.
 
         Args:
-          tokens: the tokens of its chunks.
+          tokens: `Chunks.tokens` of its plan; 0 if it had no chunks.
           forwards: how many forwards it ran.
           seconds: how long it took, including the host's work.
         """
@@ -232,12 +234,12 @@ class PromptPace:
 
 
 def chunk_tokens(replicas: Sequence[Replica], most: int, balanced: int) -> int | None:
-    """Returns how many prompt tokens a forward may compute without its products taking more than
-    about twice as long; None unless a prompt of more than ``most`` tokens is computed while other
-    sequences decode.
+    """Returns how many prompt tokens a forward may compute before its matrix products take more
+    than about twice as long; None unless a prompt of more than ``most`` tokens is computed while
+    other sequences decode.
 
     Args:
-      balanced: the size of a forward that takes about twice as long as one of one token.
+      balanced: the size of a forward that takes about twice as long as a forward of one token.
     """
     budget = None
     for replica in replicas:
@@ -260,14 +262,14 @@ def _is_long(sequence: SequenceState, most: int) -> bool:
 #
 # Sequences are admitted first come, first served. The first in the queue gets an index as soon as
 # some replica has a free one, and pages for its text and a window. Until then no later sequence is
-# admitted, so that it cannot starve.
+# admitted, so that the first cannot starve.
 #
 # One exception makes shared prompts cheap: a sequence whose prefix another one is computing is
-# deferred until that prefill is done. Later sequences may overtake it meanwhile, but only into the
-# room that is left after its room is reserved. A sequence never waits for the same prefill twice.
+# deferred until that prefill is done. Meanwhile later sequences may overtake it, but its room stays
+# reserved. A sequence never waits for the same prefill twice.
 
 SHORTEST_REUSE = 32
-"""The fewest shared tokens to wait for; fewer are computed again as cheaply."""
+"""Minimum number of shared tokens worth waiting for; recomputing fewer is just as cheap."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -398,7 +400,7 @@ class Admitter:
 
     def _watermark(self, room: _Room) -> int:
         """Returns how many pages must stay free. Each running sequence will soon need another, and
-        a sequence admitted into the last pages would be the first to be preempted."""
+        a sequence that was given the last pages would be the first to be preempted."""
         return room.load
 
     def _place_in(self, sequence: SequenceState, room: _Room) -> _Candidate:

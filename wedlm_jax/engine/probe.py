@@ -1,10 +1,9 @@
-"""Measures the costs of an engine's forwards once, with the engine's programs, and stores them with
-these.
+"""Measures once what the forwards of an engine's programs cost, and stores that with the programs.
 
-Dummy sequences decode dummy texts: each has its last token and a window of masks, never drafts (its
-draft budget is 0), and so runs the same number of tokens in every forward. A dummy prompt tells
-what a larger forward costs. They write into arbitrary pages, so this is done before the first real
-sequence.
+Dummy sequences decode dummy texts: each runs the last token of its text and a window of masks,
+never drafts (its draft budget is 0), so its token count is the same in every forward. A dummy
+prompt shows what a larger forward costs. Dummies write into arbitrary pages, so measuring comes
+before the first real sequence.
 
 Tested by tests/wedlm_jax/engine/test_windowless.py.
 """
@@ -33,15 +32,16 @@ T = TypeVar("T")
 TEXT = 64
 """The length of dummy texts in tokens, if the engine allows it."""
 ROUNDS, SECONDS, LEAST = 3, 4.0, 2
-"""How often each size is timed, and the time limit. The fastest round counts, since other work of
-the machine only slows forwards down. After the limit, and the least number of sizes, nothing more
-is timed; the costs of other sizes are interpolated."""
+"""How often each size is timed, the time limit, and the minimum number of sizes. The fastest round
+counts, since other load on the machine only slows forwards down. After the time limit and the
+minimum number of sizes, timing stops; the costs of other sizes are interpolated."""
 PROMPT = 4
-"""The size of the prompt that is timed, in relation to the largest decode forward."""
+"""The size of the timed prompt, as a multiple of the largest decode forward."""
 SHORT, LONG = 2, 10
-"""The forwards of two bursts, whose difference separates the cost of forwards from overhead."""
+"""The lengths of two bursts, in forwards; the difference of their times separates the cost of
+forwards from overhead."""
 LEAST_OVERHEAD = 1e-4
-"""The least overhead of a burst in seconds; noise can make the difference smaller."""
+"""Lower bound on a burst's overhead in seconds; noise can make the measured one smaller."""
 EMPTY = 20
 """How often a burst without forwards is timed."""
 SLOW = 0.1
@@ -82,7 +82,7 @@ def _key(device: Device, mesh: Mesh | None) -> dict[str, Any]:
 
 
 def empty_burst_seconds(device: Device) -> float:
-    """Returns the seconds of a burst without forwards, the least of some. No sequence may be
+    """Returns the seconds of a burst without forwards, the minimum of several. No sequence may be
     running."""
     empty = _burst(device, np.full(device.settings.sequences, -1, np.int32), [], 0)
     device.run(empty)  # compiles
@@ -105,8 +105,8 @@ def measured(device: Device) -> CostTable:
     todo = [(min(size, reach), False) for size in timed if size > 1 or not traits.window]
     if traits.window:
         todo += [(size, True) for size in {*(size for size in sizes if size < each), each}]
-    # Full batches first, which matter most and take longest; of either kind the ends first, since
-    # the costs between two that were timed are inferred best.
+    # Full batches come first: they matter most and take longest. Among these, and among the small
+    # ones, the extremes come first, since costs between two timed sizes are inferred best.
     todo.sort(key=lambda one: one[::-1])
     full = spread([one for one in todo if one[0] >= each])
     small = spread([one for one in todo if one[0] < each])
@@ -134,9 +134,9 @@ def interpolated(
     """Returns the costs of all sizes, given the seconds of some bursts.
 
     Args:
-      sizes: of a forward.
-      bursts: seconds by the number of forwards, for a size and whether the program is the one
-        without windows.
+      sizes: static sizes of a forward.
+      bursts: seconds by number of forwards, for each pair of a size and whether the program is the
+        one without windows.
     """
     costs: dict[bool, dict[int, float]] = {False: {}, True: {}}
     overheads = []
@@ -152,11 +152,12 @@ def interpolated(
         costs[windowless][size] = cost
     overhead = max(float(np.median(overheads)), LEAST_OVERHEAD) if overheads else OVERHEAD
     for windowless, size, forwards in once:
-        # Of a single burst the overhead is not known; noise must not make the cost negative.
+        # A single burst cannot separate its overhead, so the usual one is subtracted; noise must
+        # not make the cost negative.
         cost = costs[windowless][size]
         costs[windowless][size] = max(cost - overhead / forwards, cost / 2)
     for one in costs.values():
-        # A forward of fewer tokens takes no longer: where it seemed to, other work delayed it.
+        # A forward of fewer tokens takes no longer; if it seemed to, other work delayed it.
         for larger, smaller in itertools.pairwise(sorted(one, reverse=True)):
             one[smaller] = min(one[smaller], one[larger])
 
@@ -184,8 +185,8 @@ def spread(sizes: Sequence[T]) -> list[T]:
 
 def _windows(device: Device, tokens: int, windowless: bool) -> np.ndarray:
     """Returns windows that together run ``tokens`` tokens in each replica; −1 for no sequence. They
-    are spread over as many sequences as possible, because attention to its text is a cost of each
-    sequence. Without ``windowless`` at least one has a window."""
+    are spread over as many sequences as possible, because each sequence adds the cost of attention
+    to its text. Unless ``windowless``, at least one has a window."""
     each = device.settings.sequences_each
     count = min(max(tokens - (not windowless), 1), each)
     windows = np.full(each, -1, np.int32)
@@ -196,7 +197,7 @@ def _windows(device: Device, tokens: int, windowless: bool) -> np.ndarray:
 
 
 def _timed(device: Device, tokens: int, windowless: bool) -> Iterator[tuple[int, float, Report]]:
-    """Times a short burst of forwards with so many tokens, and a longer one; yields the most
+    """Times a short and a longer burst of forwards with ``tokens`` tokens; yields the length in
     forwards, the seconds and the report of each."""
     windows = _windows(device, tokens, windowless)
     running = np.flatnonzero(windows >= 0).tolist()
@@ -219,7 +220,7 @@ def _timed_prompt(
     device: Device, tokens: int, windowless: bool
 ) -> Iterator[tuple[int, float, Report]]:
     """Times a burst of one forward, which computes a prompt and, unless ``windowless``, the first
-    window; yields as `_timed`."""
+    window; yields the same as `_timed`."""
     settings = device.settings
     window = 0 if windowless else device.traits.window
     windows = np.full(settings.sequences, -1, np.int32)

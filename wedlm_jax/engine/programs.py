@@ -105,7 +105,7 @@ class CompiledPrograms:
         return [key[1] for key in list(self._compiled) if key[0] is burst]
 
     def compile(self, parameters: Any, kinds: list[Traits]) -> None:
-        """Compiles all programs for sequences of these kinds, changes of kind included.
+        """Compiles all programs for sequences of these kinds, and those that convert between kinds.
 
         Args:
           parameters: the model's parameters, or their shapes.
@@ -158,7 +158,7 @@ class CompiledPrograms:
         return self._kept((enter, *slot_sizes(traits).values()), lower)
 
     def resize(self, old: Traits, new: Traits) -> jax.stages.Compiled:
-        """Returns the program that resizes the state of one kind to the slots of another."""
+        """Returns the program that resizes the state from ``old``'s slots to ``new``'s."""
 
         def lower() -> jax.stages.Lowered:
             state = abstract_state(self._settings, old, self._mesh)
@@ -187,7 +187,8 @@ class CompiledPrograms:
 
         Args:
           key: the function, and what it is compiled for.
-          depends: what the executable depends on besides key and engine, for its name in the store.
+          depends: what else the executable depends on, apart from key and engine, for its name in
+            the store.
         """
         with self._busy.setdefault(key, threading.Lock()):
             if key not in self._compiled:
@@ -230,7 +231,7 @@ def _abstract(x: Any, layout: Any) -> jax.ShapeDtypeStruct:
 
 
 def slot_sizes(traits: Traits) -> dict[str, Any]:
-    """Returns those of the traits that determine the shape of the state."""
+    """Returns the traits that determine the shape of the state."""
     return {
         "window": traits.window,
         "with_logprobs": traits.logprobs,
@@ -334,8 +335,8 @@ def lower_burst(
       mesh: the mesh of the devices; None for a single device.
       choose_layouts: let the compiler choose the memory layout of each parameter; the compiled
         program's ``input_formats`` has them. Otherwise a TPU program copies, in every burst, each
-        parameter for whose layout its loop has another preference: 0.3 GiB per chip for an 8B model
-        on eight chips.
+        parameter whose layout does not suit its loop: 0.3 GiB per chip for an 8B model on eight
+        chips.
     """
     arguments = burst_arguments(config, settings, traits, mesh)
     leaves, structure = jax.tree.flatten(parameters)
@@ -428,7 +429,7 @@ def _placed(mesh: Mesh | AbstractMesh | None, tree: Any, names: tuple[str | None
 # --- Sequences that enter --------------------------------------------------------------------
 
 ENTRANTS_AT_ONCE = 16
-"""The most sequences that enter in one call. Calls are padded to this, to have one shape."""
+"""Maximum sequences that enter in one call. Calls are padded to this, so all have one shape."""
 
 
 @dataclasses.dataclass(frozen=True)

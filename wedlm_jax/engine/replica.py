@@ -126,7 +126,7 @@ class Replica:
         sequence.own += new
 
     def trim(self, sequence: SequenceState, tokens: int) -> None:
-        """Takes the pages from a sequence that it does not need to hold ``tokens`` tokens."""
+        """Takes back the pages that a sequence does not need to hold ``tokens`` tokens."""
         keep = max(self.pages.needed(tokens) - len(sequence.nodes), 0)
         surplus = sequence.own[keep:]
         if surplus:
@@ -136,7 +136,7 @@ class Replica:
                 self.pages.drop(page)
 
     def remove(self, sequence: SequenceState) -> int:
-        """Takes index and pages from a sequence and returns the index; its prefix stays cached."""
+        """Takes back a sequence's index and pages; returns the index. Its prefix stays cached."""
         index = sequence.index
         self._row(sequence)[:] = 0
         for page in sequence.own:
@@ -168,7 +168,7 @@ class Replica:
             held.update(node.page for node in sequence.nodes)
             self._check_row(sequence)
         if set(own.values()) - {1} or own.keys() & held.keys():
-            raise PageError("a page that is one sequence's own is held by another")
+            raise PageError("a page that belongs to one sequence is held by another")
         held.update(own)
         self.pages.check(held)
         alone = sum(self.pages.holders(page) == 1 for page in self.tree.held())
@@ -185,4 +185,4 @@ class Replica:
     def _check_indices(self, running: Iterable[SequenceState]) -> None:
         indices = sorted([*self._free_indices, *(one.index for one in running)])
         if indices != list(range(self._first, self._first + self._table.shape[0])):
-            raise PageError("free and taken indices are not all the indices, each once")
+            raise PageError("not every index is either free or taken, exactly once")

@@ -39,7 +39,7 @@ from wedlm_jax.engine.windows import WindowChoice
 from wedlm_jax.errors import InputError, counted
 
 SOON_FORWARDS = 64
-"""The most forwards of a burst with a time limit."""
+"""Maximum forwards of a burst with a time limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Flight:
 class Scheduler:
     """Decodes requests on a device, first come, first served.
 
-    After an exception of the device the scheduler is unusable.
+    After the device has raised an exception, the scheduler is unusable.
 
     Args:
       device: runs the forwards.
@@ -139,7 +139,7 @@ class Scheduler:
         if most > self.most_tokens(request):
             raise InputError(
                 f"a prompt of {counted(length, 'token')} and max_tokens {most} need a cache of "
-                f"{self._room(request)} tokens with their window, and it has "
+                f"{self._room(request)} tokens, window included, but it has "
                 f"{self._replicas[0].capacity_of_pages}"
             )
 
@@ -166,12 +166,12 @@ class Scheduler:
 
         Args:
           submitted: new requests, in order of arrival.
-          aborted: numbers of requests to abort, those of this step included. Their pages are freed
-            at once, and they cause no more events. Unknown numbers are ignored.
-          max_forwards: the most forwards of the burst, for callers that need an answer soon; the
-            burst then also ends once a quarter of each replica's sequences have finished. Chosen
-            by default. With 0, requests are admitted and nothing is run.
-          seconds: how long a request that arrives now should wait at most; limits the burst, too.
+          aborted: numbers of requests to abort, possibly submitted in this step. Their pages are
+            freed at once, and they cause no more events. Unknown numbers are ignored.
+          max_forwards: maximum forwards of the burst, for callers that need an answer soon; the
+            burst then also ends once a quarter of each replica's sequences have finished. By
+            default the scheduler chooses. 0 admits requests and runs nothing.
+          seconds: longest time that a request arriving now should wait; this also limits the burst.
           ahead: let the burst run while the caller handles events, so that the device does not wait
             for the host: the step submits a burst and returns the events of the one before. Without
             it, or if the next burst depends on this one's result, the step returns the events of
@@ -241,7 +241,7 @@ class Scheduler:
     def _take_report(self, flight: _Flight) -> list[Event]:
         report, burst = self._device.collect(flight.ticket), flight.burst
         running = [member.sequence for member in flight.members]
-        # Forwards of the program that records them cost more than those of the others.
+        # The program that records forwards is slower than the others, so its times are not used.
         exact = report.timed and not report.traced
         self._windows.observe(running, burst, report, report.seconds if exact else None)
         self._pace.observe(burst.chunk_tokens, report.num_run, report.seconds)
@@ -341,7 +341,7 @@ class Scheduler:
         fresh = list(turn.admitted)
         if self._flight is not None and self._lacks_pages():
             events += self._land()
-            if not self._running:  # the burst in flight was the last of all
+            if not self._running:  # the burst in flight finished all sequences
                 return None
         for replica in self._replicas:
             self._secure(replica, fresh)
@@ -485,9 +485,9 @@ class Scheduler:
         fits = sequence.num_computed <= computed <= len(sequence.text)
         if output != sequence.num_output or not fits:
             raise RuntimeError(
-                f"request {sequence.number}: the device says {output} tokens of output and "
-                f"{computed} computed, after {sequence.num_computed}; the host has "
-                f"{sequence.num_output}, and {len(sequence.text)} of text"
+                f"request {sequence.number}: the device reports {output} tokens of output and "
+                f"{computed} computed (before: {sequence.num_computed}); the host has "
+                f"{sequence.num_output} tokens of output and {len(sequence.text)} of text"
             )
         sequence.num_computed = computed
 

@@ -28,7 +28,7 @@ SHORTEST = 32
 """Texts are padded to a power of two, at least this many tokens."""
 TOKENS_AT_ONCE = 4096
 LOGITS_AT_ONCE = 128
-"""The most positions of a text whose logits are in memory at once."""
+"""Maximum positions per text whose logits are in memory at once."""
 
 
 @partial(jax.jit, static_argnames=("graph", "top", "int8_kv", "vocabulary"))
@@ -42,8 +42,8 @@ def score_texts(
     vocabulary: Vocabulary,
 ) -> Logprobs:
     """Returns the log-probability of each of ``tokens [N, T]`` given those before it, ``[N, T]``,
-    with ``top`` alternatives each. The first token's is meaningless; that of a token outside the
-    vocabulary is −inf."""
+    with ``top`` alternatives each. The first token's value is meaningless; a token outside the
+    vocabulary has −inf."""
     model = nnx.merge(graph, parameters)
     count, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
@@ -85,9 +85,9 @@ def score(
     for length, numbers in sorted(by_length.items()):
         rows = max(TOKENS_AT_ONCE // length, 1)
         for start in range(0, len(numbers), rows):
-            some = numbers[start : start + rows]
+            batch = numbers[start : start + rows]
             tokens = np.zeros((rows, length), np.int32)
-            for row, number in enumerate(some):
+            for row, number in enumerate(batch):
                 whole = [*texts[number][0], *texts[number][1]]
                 tokens[row, : len(whole)] = whole
             static: dict[str, Any] = {
@@ -96,7 +96,7 @@ def score(
             }
             with turn():
                 found = jax.device_get(engine.run_model(score_texts, tokens, top=top, **static))
-            for row, number in enumerate(some):
+            for row, number in enumerate(batch):
                 prompt, completion = texts[number]
                 every = as_list(found, row, len(prompt) + len(completion), top)
                 results[number] = every[len(prompt) :]

@@ -1,4 +1,4 @@
-"""The host's state of a sequence that waits or runs."""
+"""The host's state of a waiting or running sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def widest_span(window: int, lookup: int, backup_room: int = 0) -> int:
-    """Returns the most tokens that a forward with a window of W needs room for: W masks after W
-    filled slots or after copied drafts, the last token of the text, and backup masks.
+    """Returns the maximum number of tokens that a forward with a window of W needs room for: W
+    masks after W filled slots or after copied drafts, the last token of the text, and backup masks.
 
     Args:
       backup_room: room for backup masks, which only sequences with a window have.
@@ -29,8 +29,8 @@ def widest_span(window: int, lookup: int, backup_room: int = 0) -> int:
 
 
 def longest_room(request: Request, window: int, lookup: int, backup_room: int = 0) -> int:
-    """Returns the most tokens that the pages of a request ever have to hold. Its last forward
-    starts one token before the end of the text."""
+    """Returns the maximum number of tokens that a request's pages ever have to hold. Its last
+    forward starts one token before the end of the text."""
     text = len(request.prompt) + request.params.max_tokens
     return text - 1 + widest_span(window, lookup, backup_room)
 
@@ -49,15 +49,16 @@ class SequenceState:
       num_computed: tokens whose keys and values in these pages are final.
       text_length_admitted: length of the text when it was last admitted.
       window: W as last chosen.
-      lookup: the most drafts that are copied from its text.
+      lookup: maximum number of drafts copied from its text.
       backup_room: the tokens that its pages must hold for backup masks while it has a window.
       evidence: a `WindowChoice`'s data on the sequence.
       resume: the window that the device saved when the sequence was preempted, in mode "paper".
       num_admissions: how often it was admitted.
-      waited_for: the requests whose prefill it has waited for: by number, their admission then.
+      waited_for: the requests whose prefill it has waited for: their ``num_admissions`` at that
+        time, by number.
       num_cached_tokens: tokens of the prompt that were in the cache when it was first admitted;
         −1 before.
-      forwards_in_flight: the most forwards of the burst that is not reported yet; 0 for none.
+      forwards_in_flight: maximum forwards of the burst that is not reported yet; 0 for none.
       capacity_in_flight: tokens that its pages hold in that burst.
       traits: the traits that a program needs to decode it; None until the engine sets them.
     """
@@ -117,7 +118,7 @@ class SequenceState:
         "paper" does so from its second forward on.
 
         Args:
-          prefill_forwards: forwards of the burst that may run prompts only.
+          prefill_forwards: number of the burst's forwards that may run only prompts.
         """
         left = self.request.params.max_tokens - self.num_output
         return left + prefill_forwards > self.forwards_in_flight
@@ -125,7 +126,7 @@ class SequenceState:
     @property
     def room_needed(self) -> int:
         """How many tokens its pages must hold for the first forward after the burst in flight,
-        however far that gets; during prefill, for the whole text and the window after it."""
+        however far that burst gets; during prefill, for the whole text and the window after it."""
         start = len(self.text) if self.is_prefilling else self.num_computed
         span = self._widest_span
         if not self.forwards_in_flight:
@@ -142,7 +143,7 @@ class SequenceState:
 
     @property
     def longest_room(self) -> int:
-        """The most tokens that its pages ever have to hold."""
+        """The maximum number of tokens that its pages ever have to hold."""
         return longest_room(self.request, self.window, self.lookup, self.backup_room)
 
     @property

@@ -8,20 +8,20 @@ tokens per second, where a forward of sequence i commits E_i tokens and computes
 comes from a table (`wedlm_jax.engine.costs`). Before every burst the windows with the
 highest rate are chosen. Without windows everything is known: E = T = 1.
 
-The number of right drafts in a row is assumed to be geometric: each further one is right with
+The number of right drafts in a row is assumed to be geometric: each additional one is right with
 probability q, so
 
     E(W) = 1 + q + q² + … + q^(W - 1).
 
-A single number thus determines what any window commits. Each sequence has its own, from what its
-recent forwards have committed; while these are few, the mean of the last sequences of its kind
-counts more. This mean is of sequences, not of forwards: where windows do not pay a sequence soon
-stops using them, so a mean of forwards would remember the easy texts of long ago.
+So a single number determines what any window commits. Each sequence has its own, estimated from
+what its recent forwards have committed; while these are few, the mean of the last sequences of its
+kind counts more. The mean is taken over sequences, not forwards: if windows do not pay, a sequence
+soon stops using them, so a mean over forwards would remember the easy texts of long ago.
 
-While windows do not pay nothing is learnt about them, so they are tried from time to time: a few
-sequences get a window for one burst, as long as trials cost only a small share of the time. While
-windows pay, an occasional burst without them checks the gain. And a burst is short while most of
-its windows are of sequences that have not used any yet.
+While windows do not pay, they are not used and nothing is learnt about them, so they are tried from
+time to time: a few sequences get a window for one burst, as long as trials cost only a small share
+of the time. While windows pay, an occasional burst without them checks the gain. And a burst is
+short while most of its windows belong to sequences that have not used any yet.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from wedlm_jax.engine.sequence import SequenceState
 class WindowChoice:
     """Gives each request the window that it asks for, or the engine's.
 
-    The next burst may be chosen before the report of the last one arrives, so a report is
-    interpreted by its burst, never by the last choice.
+    The next burst's windows may be chosen before the last burst's report arrives, so a report is
+    interpreted by the windows of its own burst, never by the latest choice.
 
     Args:
-      window: W of requests that do not set it.
-      lookup: the most drafts that are copied from a text. A request with a window of masks gets
+      window: W for requests that do not set it.
+      lookup: maximum number of drafts copied from a text. A request with a window of masks gets
         copies only if it asks for them: the number of its forwards then does not depend on measured
         costs, and a program without room for copies is a little faster.
 
     Attributes:
       costs: the costs of forwards, corrected by every burst; None until they are known.
-      most_forwards: limit of the next burst if its windows are a trial, a check or the first of
-        most sequences; else None.
+      most_forwards: limit on the next burst's forwards if its windows are a trial, a check, or the
+        first for most sequences; else None.
     """
 
     def __init__(self, window: int, lookup: int = 0):
@@ -70,7 +70,7 @@ class WindowChoice:
         return self._window if request.window is None else request.window
 
     def lookup(self, request: Request) -> int:
-        """Returns the most drafts that are copied from a request's text."""
+        """Returns the maximum number of drafts copied from a request's text."""
         params = request.params
         copies = params.draft in ("lookup", "both")
         copies |= params.draft == "auto" and not self.widest(request)
@@ -92,7 +92,7 @@ class WindowChoice:
 
         Args:
           running: the sequences for which it was planned; some may have left meanwhile.
-          seconds: how long it took; None if that is not known.
+          seconds: duration of the burst; None if unknown.
         """
         if self.costs is not None and seconds is not None and report.sizes:
             self.costs.learn(report.sizes, report.by_size, seconds, windowless=report.windowless)
@@ -101,47 +101,46 @@ class WindowChoice:
 # --- Windows chosen by speed -----------------------------------------------------------------
 
 GAIN = 1.03
-"""The factor by which windows must promise to be faster, since the promise is uncertain."""
+"""The speed-up that windows must promise to be used, since the promise is uncertain."""
 TRIAL = (1, 8)
-"""The forwards of the two bursts that try what does not seem best: windows, or none. The first
-changes the program, which takes longer than a forward of a small model, so that its time tells
-nothing. A longer second one, in which a short answer is decoded to its end, would cost more and not
-tell more; so the first windows of new sequences get no more than these, either."""
+"""The forwards of the two bursts that try what seems slower: windows, or none. The first switches
+programs, which takes longer than a forward of a small model, so its time says nothing. A longer
+second one, in which a short answer is decoded to its end, would cost more without telling more; so
+a burst with the first windows of new sequences is no longer than that."""
 TRIAL_OVERHEADS = 5
 """What a trial costs in addition to its forwards, in multiples of a burst's overhead: one for each
-of its two bursts, one and a half for each of two changes of the program, as measured on a CPU."""
+of its two bursts, one and a half for each of two switches of program, as measured on a CPU."""
 SHARES, GROWTH = (0.01, 0.02), 4.0
-"""The share of the time that trials of windows may take, and trials of none where windows seem to
-pay; and the factor by which the time between them grows from the first, which is early, to that
-share."""
+"""SHARES limits the share of time spent on trials: of windows, and of no windows while windows seem
+to pay. The first trial is early; GROWTH is the factor by which the time between trials grows until
+that share is reached."""
 HARMLESS = 1.05
-"""The factor by which windows may slow a forward down if all sequences try them at once."""
+"""All sequences try windows at once only if that slows a forward down by less than this factor."""
 HOPE = 0.9
 """The value of q before any forward."""
 PRIOR, OWN_MEMORY = 4.0, 48.0
-"""The weight, in forwards, of a kind's mean for one of its sequences, and the most that a sequence
-weighs in that mean; and the number of forwards after which a sequence's older ones have mostly
-faded."""
+"""PRIOR is the weight, in forwards, of a kind's mean in the estimate for one of its sequences, and
+the maximum weight of a sequence in that mean. OWN_MEMORY is the number of forwards after which a
+sequence's older ones have mostly faded."""
 MEMORY = 16.0
-"""The same for a kind: the last four sequences, or a quarter of those that run, tell what the next
-is like."""
+"""The same for a kind: the last four sequences, or a quarter of those running, predict the next."""
 ENOUGH = 8.0
 """The weight, including the prior's, below which a kind is unknown."""
 DRAFTS_MEMORY = 500.0
-"""The number of accepted drafts that are remembered, for the ratio of drafts to accepted ones."""
+"""How many accepted drafts are remembered, for the ratio of drafts to accepted ones."""
 LEARN_EVERY = 4
-"""After this many bursts in a row without windows, costs are learnt from one in this many: learning
-takes a fifth of a millisecond, which is 1 % of a burst of a small model."""
+"""After this many bursts in a row without windows, costs are learnt from only one in this many:
+learning takes a fifth of a millisecond, which is 1 % of a burst of a small model."""
 PATIENCE = 16
-"""The number of bursts after which windows are considered again at the latest."""
+"""The maximum number of bursts before windows are considered again."""
 PRICES = np.geomspace(0.01, 0.7, 12)
-"""Prices of a computed token in committed tokens, for each of which the best windows are found."""
+"""Prices of a computed token, in committed tokens; the best windows are found for each price."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Commits:
-    """What forwards with the widest window commit: ``tokens`` in ``forwards``, of which older ones
-    count less."""
+    """What forwards with the widest window commit: ``tokens`` in ``forwards``, with older ones
+    counting less."""
 
     tokens: float = 0.0
     forwards: float = 0.0
@@ -153,17 +152,17 @@ class _Commits:
 
 
 def _weight(forwards: float) -> float:
-    """Returns how many forwards a sequence counts as in the mean of its kind."""
+    """Returns the weight of a sequence, in forwards, in the mean of its kind."""
     return PRIOR * forwards / (PRIOR + forwards)
 
 
 @dataclasses.dataclass(slots=True)
 class _Evidence:
-    """What is known of a sequence.
+    """What is known about a sequence.
 
     Attributes:
       own: what its forwards committed.
-      kind: the same of the last sequences of its kind, such as greedy ones in mode "verified". It
+      kind: the same for the last sequences of its kind, such as greedy ones in mode "verified". It
         begins with an optimistic prior, which soon fades.
       window: its window in the last observed burst.
     """
@@ -180,7 +179,7 @@ class _Evidence:
 
 
 class AutoWindows(WindowChoice):
-    """Chooses the windows of requests that do not set it.
+    """Chooses the windows of requests that do not set one.
 
     Args:
       widest: the widest window that may be chosen, at least 2.
@@ -188,7 +187,7 @@ class AutoWindows(WindowChoice):
       costs: seconds of forwards; may be set later, before the first burst.
       replicas: R.
       lookup: as for `WindowChoice`.
-      paper: W of requests in mode "paper", whose tokens depend on it; None to choose it, too.
+      paper: W for requests in mode "paper", whose tokens depend on it; None to choose it, too.
     """
 
     def __init__(
@@ -216,15 +215,16 @@ class AutoWindows(WindowChoice):
         self._used = False
         """Whether windows were used in the last burst."""
         self._since, self._burst = 0.0, 0.0
-        """The time, by the table of costs, since that was otherwise; and of the last burst."""
+        """The time, by the table of costs, since `_used` changed; and that of the last burst."""
         self._looks = [0, 0]
-        """How often windows were tried where they do not seem to pay, and none where they do."""
+        """How often windows were tried while they did not seem to pay, and how often none while
+        they did."""
         self._trial: bool | None = None
-        """If the last choice began a trial, which takes another burst: whether windows seemed to
-        pay then."""
+        """Whether windows seemed to pay when the last choice began a trial, which takes another
+        burst; None if it began none."""
         self._next: dict[int, float] = {}
-        """By the number of sequences: the time without windows after which to consider them again.
-        A choice takes as long as a small forward."""
+        """The time without windows after which to consider them again, by number of sequences: a
+        choice takes as long as a small forward."""
 
     def widest(self, request: Request) -> int:
         usual = super().widest(request)
@@ -258,7 +258,7 @@ class AutoWindows(WindowChoice):
         self, running: Sequence[SequenceState], burst: Burst, report: Report, seconds: float | None
     ) -> None:
         self._windowless = 0 if burst.windows.any() else self._windowless + 1
-        # The first in a row are always learnt from: they are what a check is made for.
+        # The first in a row are always learnt from: they are the purpose of a check.
         if self._windowless <= LEARN_EVERY or self._windowless % LEARN_EVERY == 0:
             super().observe(running, burst, report, seconds)
         free = [
@@ -273,7 +273,8 @@ class AutoWindows(WindowChoice):
             self._used, self._since = bool(used), 0.0
             self._next.clear()
         if self.costs is not None and report.sizes:
-            # By the table, at one level, since the time of a single burst is noisy.
+            # Taken from the table, relative to its level, since the time of a single burst is
+            # noisy.
             each = self.costs.of_sizes(report.sizes, windowless=report.windowless)
             self._burst = float(each @ report.by_size) / self.costs.level
             self._since += self._burst
@@ -301,7 +302,7 @@ class AutoWindows(WindowChoice):
         self, free: list[SequenceState], fixed: list[int], trial_of: bool | None
     ) -> list[int]:
         """Chooses the windows of ``free`` sequences, given the ``fixed`` windows of others and, as
-        in `_trial`, the trial that goes on."""
+        in `_trial`, the trial in progress."""
         costs, widths, n = self.costs, self._widths, len(free)
         if not (any(fixed) or self._used) and self._since < self._next.get(n, 0.0):
             return [0] * n
@@ -312,7 +313,7 @@ class AutoWindows(WindowChoice):
         left = np.array([one.request.params.max_tokens - one.num_output for one in free])
         np.minimum(committed, left[:, None], out=committed)
         # Candidates: no windows; the same width for all; for each price the best width of each
-        # sequence; and a trial by a few sequences, the least known.
+        # sequence; and a trial by the few sequences that are least known.
         alike = np.repeat(np.arange(len(widths))[:, None], n, axis=1)
         priced = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
         few = np.zeros((1, n), np.int64)
@@ -369,7 +370,7 @@ class AutoWindows(WindowChoice):
         choices = [one.request.params.mode == "verified" for one in some]
         forwards = np.maximum(forwards - opened, 0)
         more = np.maximum(tokens - np.multiply(opened, choices) - forwards, 0)
-        # Converts what these windows have committed to the widest window.
+        # Converts what these windows have committed to what the widest one would have.
         narrow = self._expected(some)[np.arange(len(some)), columns] - 1
         narrow = (more + PRIOR * narrow) / (forwards + PRIOR)
         for i, one in enumerate(some):

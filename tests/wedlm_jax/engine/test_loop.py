@@ -182,7 +182,7 @@ def test_an_engine_that_cannot_start_afresh_fails_all(echo, loop):
     loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
     (failed,) = until_finished(box, 1)
     assert loop.is_broken
-    assert "could not be started afresh" in str(failed.error)
+    assert "could not be restarted" in str(failed.error)
 
 
 def test_tokens_are_held_for_a_patient_caller_and_a_last_event_is_not():

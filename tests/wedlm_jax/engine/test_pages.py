@@ -126,10 +126,10 @@ def test_free_pages_can_neither_be_shared_nor_freed_nor_taken_twice():
             pages.drop(free)
         with pytest.raises(PageError, match="cannot be shared"):
             pages.share(free)
-    with pytest.raises(PageError, match="3 pages were asked for, 2 are free"):
+    with pytest.raises(PageError, match="3 pages were requested, but only 2 are free"):
         pages.take(3)
     for size in ((1, 4), (4, 0)):
-        with pytest.raises(ValueError, match="hold nothing"):
+        with pytest.raises(ValueError, match="expected at least 2 pages of at least 1 token"):
             Pages(*size)
 
 
@@ -137,12 +137,12 @@ def test_check_finds_leaks_and_unknown_holders():
     pages = Pages(4, 4)
     one, two = pages.take(2)
     pages.check({one: 1, two: 1})
-    with pytest.raises(PageError, match=f"page {two} has 0 holders, and 1 are counted"):
+    with pytest.raises(PageError, match=f"page {two} has 0 holders, but its count is 1"):
         pages.check({one: 1})
-    with pytest.raises(PageError, match=f"page {one} has 2 holders, and 1 are counted"):
+    with pytest.raises(PageError, match=f"page {one} has 2 holders, but its count is 1"):
         pages.check({one: 2, two: 1})
     pages._free.pop()  # a page that nobody has
-    with pytest.raises(PageError, match="do not make up all pages"):
+    with pytest.raises(PageError, match="not every page is either free or held"):
         pages.check({one: 1, two: 1})
 
 

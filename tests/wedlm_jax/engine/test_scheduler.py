@@ -61,7 +61,7 @@ def test_a_burst_in_flight_is_over_before_a_grammar_is_asked():
     [
         ([], 1, "the prompt has no tokens"),
         ([1] * 91, 10, "a prompt of 91 tokens and max_tokens 10 exceed max_model_len 100"),
-        ([1] * 70, 20, "need a cache of 96 tokens with their window, and it has 92"),
+        ([1] * 70, 20, "need a cache of 96 tokens, window included, but it has 92"),
     ],
 )
 def test_what_could_never_be_decoded_is_refused(prompt, max_tokens, message):
@@ -138,7 +138,7 @@ def test_an_error_ends_its_sequence_alone():
 )
 def test_a_report_that_cannot_be_true(changes):
     scheduler = faulty(**changes)
-    with pytest.raises(RuntimeError, match="request 1: the device says"):
+    with pytest.raises(RuntimeError, match="request 1: the device reports"):
         scheduler.step([request(1, [1, 2])])
 
 
