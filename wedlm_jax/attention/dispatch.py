@@ -58,7 +58,7 @@ def attend(
       k, v: ``[B, K, T, head_dim]``, K dividing H.
       mask: which keys each query sees.
       implementation: a name in `IMPLEMENTATIONS`.
-      tile: side of the splash kernel's tiles; 0 for what suits the chip.
+      tile: side of the splash kernel's tiles; 0 chooses it by chip.
 
     Returns:
       ``[B, T, H, head_dim]`` in the dtype of ``q``.

@@ -70,7 +70,7 @@ class LiveSpans:
 
 
 def live_first(spans: Spans) -> LiveSpans:
-    """Moves the spans without tokens to the end; the order of the others stays.
+    """Moves the spans without tokens to the end; the others keep their order.
 
     The kernel reads each sequence's first block of pages while it computes the sequence before. A
     sequence without tokens never waits for that read, so the next one would compute with the wrong
@@ -145,8 +145,8 @@ def attention_plan(
       num_tokens: T.
       page_size: tokens per page.
       implementation: a name in `RAGGED_BACKENDS`.
-      deterministic: compute all spans in the same way, so that not a bit of a token's result
-        depends on how its sequence is divided into spans.
+      deterministic: compute all spans in the same way, so that a token's result is bit-identical
+        however its sequence is divided into spans.
     """
     if implementation not in RAGGED_BACKENDS:
         raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")

@@ -28,7 +28,7 @@ from wedlm_jax.attention.pages import Int8Rows, Pages, Spans
 BLOCK = 128
 """Approximate number of places per block."""
 SHORTEST_TILE, TILE = 8, 32
-"""The fewest and the most tokens per tile, for spans of several tokens."""
+"""Minimum and maximum tokens per tile, for spans of several tokens."""
 AT_ONCE = 16
 """How many tiles are computed together."""
 BLOCK_TOGETHER = 512
@@ -352,7 +352,7 @@ def _add_block(
     visible = number * reader.block + jnp.arange(reader.block) <= place[:, None, :, None]
     scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
     # Every row sees place 0, which is in the first block. So from then on its top is finite, and a
-    # block that it does not see changes not a bit.
+    # block that it does not see does not change a single bit.
     top = jnp.maximum(sums.top, scores.max(-1))
     weights = jnp.exp(scores - top[..., None])
     decay = jnp.exp(sums.top - top)

@@ -56,8 +56,8 @@ class DualStreamPattern(_ComputableMask):
         if grid.unit and bits + (memory >> shift).bit_length() > 31:
             raise InputError(
                 f"attention backend 'splash': rows of {memory:,} tokens are too long for a "
-                "prediction stream with blocks of its own"
-                + f"; prediction_blocks = {memory // size} leaves all in"
+                "prediction stream with only some of the blocks"
+                + f"; prediction_blocks = {memory // size} keeps all of them"
                 * (grid.unit == size)
             )
 
@@ -76,7 +76,8 @@ class DualStreamPattern(_ComputableMask):
         index = self.q_sequence
         self._numbers = np.where(index < memory, index >> shift << bits, 0) | index
         if grid.unit:
-            # The kernel lists tiles by these numbers; as if all blocks saw the whole memory.
+            # The kernel lists tiles by these numbers, so here all blocks seem to see the whole
+            # memory.
             last = np.where(index < memory, 0, memory >> shift << bits)
             self.q_sequence = (self._numbers | last).astype(np.int32)
 
@@ -105,9 +106,9 @@ def attend_splash(
     tile: int = 0,
     interpret: bool = False,
 ) -> Array:
-    """Computes softmax attention of ``q [B, K, G, T, head_dim]``, grouped by KV head, over ``k, v
-    [B, K, T, head_dim]``; zeros for padding. The kernel does not scale, so queries are scaled, and
-    rounded to their dtype, before it.
+    """Computes softmax attention of ``q [B, K, G, T, head_dim]``, grouped by KV head, over
+    ``k, v [B, K, T, head_dim]``; zeros for padding. The kernel does not scale scores, so queries
+    are first scaled and rounded to their dtype.
 
     Args:
       mask: its block size must be a power of two.
@@ -119,8 +120,8 @@ def attend_splash(
     grid = tiled.grid
     if grid.block_size & (grid.block_size - 1) or grid.memory % grid.block_size:
         raise ValueError(
-            "splash attention needs a block size that is 2^n and divides a stream of "
-            f"{grid.memory} tokens, whole tiles of {grid.tile}, not {grid.block_size}"
+            "splash attention: expected a block size that is a power of two and divides the stream "
+            f"of {grid.memory} tokens, whole tiles of {grid.tile}, not {grid.block_size}"
         )
     by_row = [tiled.segments] if tiled.limits is None else [tiled.segments, tiled.limits]
 

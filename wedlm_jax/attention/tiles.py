@@ -1,5 +1,5 @@
-"""Masks cut into tiles, for the backends that go through visible ones only. Each stream is padded
-to whole tiles."""
+"""Cuts masks into tiles, for the backends that visit only visible ones. Each stream is padded to
+whole tiles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tile_side(length: int, given: int = 0, kind: str | None = None) -> int:
     stream, in whole vectors.
 
     Args:
-      given: the recipe's value; 0 to choose by the device.
+      given: the recipe's value; 0 chooses by device.
       kind: kind of the device; by default that of the current mesh.
     """
     side = given or TILES.get(_kind_of_mesh() if kind is None else kind, UNKNOWN)
@@ -148,7 +148,7 @@ def in_tiles(
 
     Args:
       mask: the mask.
-      shape: (B, T) of what it is over.
+      shape: (B, T), the rows and tokens that it covers.
       side: returns the side of the tiles for the length of the first stream and the block size.
     """
     limits, size, unit = None, 1, 0

@@ -8,12 +8,13 @@ draft of one slot, b, is wrong. They see the text and the drafts before it::
     holds    known  drafts    drafts   masks            backup masks, which see slots 0 .. b-1
 
 If the run does end before slot b, its last row has chosen the token of slot b, and the backup masks
-after the first draft for slots b+1 and on, just as a window's masks do that stand there. The rows
+after the first supply drafts for slots b+1 and on, just as a window's masks would there. The rows
 of text and drafts see no masks of either kind, so the text does not depend on them.
 
-To attention the backup masks are a span of their own, whose pages are the sequence's up to the one
-in which slot b is. From there on it has pages after those of the window; what the first of these
-lacks, the tokens before slot b, is copied into it in each layer. So no backend knows of them.
+To attention, the backup masks are a separate span. It shares the sequence's pages before the one
+with slot b; in place of that page and the next ones it has pages after those of the window. The
+first of these lacks the tokens before slot b, which each layer copies into it. So no backend needs
+to know about backup masks.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from wedlm_jax.attention.pages import PageCopies
 from wedlm_jax.decode.state import Backup, DecodeState
 
 LEAST_CHANCE = 0.2
-"""The least chance that the assumed draft is the first wrong one. Below it, backup masks of the
-included model add a tenth to the tokens of a forward, and nothing to those that it commits."""
+"""The minimum chance that the assumed draft is the first wrong one. Below it, the included model's
+backup masks add a tenth to the tokens that a forward computes, and nothing to those it commits."""
 
 
 def next_backup(
@@ -39,7 +40,7 @@ def next_backup(
       entropies: float32 ``[N, P]``, the entropies of these drafts in nats.
       run: int32 ``[N]``, how many slots left the front of the window.
       window: int32 ``[N]``, W.
-      most: the most masks.
+      most: maximum number of backup masks.
       eligible: bool ``[N]``, which sequences may have backup masks.
     """
     # exp(-H) estimates the chance that a draft is right (`wedlm_jax.decode.verified.draft_rule`).
@@ -55,7 +56,7 @@ def next_backup(
 
 def is_used(state: DecodeState, run: Array) -> Array:
     """Returns which sequences continue with their backup masks after a run ``[N]``, bool ``[N]``:
-    those whose first wrong draft was the one that these assumed."""
+    those whose first wrong draft was the one that these masks assumed."""
     return (state.backup.count > 0) & (run == state.backup.start)
 
 
@@ -67,11 +68,11 @@ def backup_rows(state: DecodeState, most: int) -> Array:
 
 
 def by_slot(state: DecodeState, values: Array, used: Array) -> Array:
-    """Returns predictions by slot, ``[N, P+1, ..]``: the window's, or where backup masks are
-    ``used [N]`` these masks' own at their slots after the first.
+    """Returns predictions by slot, ``[N, P+1, ..]``: the window's, replaced by those of the backup
+    masks after the first where these are ``used [N]``.
 
     Args:
-      values: ``[N, P+1+M, ..]``, of the window's slots and then of the backup masks.
+      values: ``[N, P+1+M, ..]``, those of the window's slots and then of the backup masks.
     """
     slots = state.tokens.shape[1]
     slot = jnp.arange(slots + 1)
@@ -93,7 +94,7 @@ def room_needed(state: DecodeState, page_size: int) -> Array:
 
 
 def room_for(most: int, page_size: int) -> int:
-    """Returns the most tokens that `room_needed` adds to those of the window."""
+    """Returns the maximum number of tokens that `room_needed` adds to those of the window."""
     return 2 * (page_size - 1) + most if most else 0
 
 

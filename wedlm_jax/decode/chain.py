@@ -5,7 +5,8 @@ Masks are computed together and so do not see each other's drafts. A drafter wit
 step for each mask, so only a mask's likeliest tokens are considered: a step then reads C rows of
 the output projection per sequence instead of all V.
 
-Drafts never change the text (`wedlm_jax.decode.verified`), so what this misses costs speed alone.
+Drafts never change the text (`wedlm_jax.decode.verified`), so a likely token that is not considered
+only costs speed.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
 
 CANDIDATES = 32
-"""C, the tokens of a mask that a draft is chosen from."""
+"""C, the number of tokens that a mask's draft is chosen from."""
 
 GROUPS = 128
-"""Of how many groups of tokens the best are candidates. The vocabularies of the published models
-are multiples of it."""
+"""The number of groups that tokens are divided into; only the best of each can be candidates. The
+vocabulary sizes of the published models are multiples of it."""
 
 
 class Candidates(NamedTuple):
-    """The likeliest tokens of rows, ``[..., C]``.
+    """The likeliest tokens of each row, ``[..., C]``.
 
     Attributes:
       tokens: int32.
@@ -44,11 +45,12 @@ class Candidates(NamedTuple):
 
 
 def likeliest(logits: Array) -> Candidates:
-    """Returns the candidates of ``logits [R, V]``: the best of the best of `GROUPS` groups.
+    """Returns the candidates of ``logits [R, V]``: the C best among the best of `GROUPS` groups.
 
     Token v is in group v mod `GROUPS`, so tokens that are likely together are rarely in one group.
     Two passes over the logits find the best of the groups, on each device for its own part of the
-    vocabulary; a search for the very C likeliest tokens would sort, or gather all logits.
+    vocabulary; an exact search for the C likeliest tokens would have to sort all logits, or gather
+    them.
     """
     vocab = logits.shape[-1]
     groups = min(GROUPS, vocab)
@@ -73,17 +75,17 @@ def chained_drafts(
     entropies: Array,
     candidates: Candidates,
 ) -> tuple[Array, Array]:
-    """Chooses the drafts of masks anew, from left to right, each with the token before it known.
+    """Chooses the drafts of masks again, from left to right, each with the token before it known.
 
     Args:
       model: a model with a previous-token head.
       hidden: ``[T, D]``, the forward's final hidden states.
-      tokens, entropies: ``[N, P+1+M]``, what was predicted for each slot, and by each backup mask,
-        on its own.
+      tokens, entropies: ``[N, P+1+M]``, the independent predictions for each slot, and of each
+        backup mask.
       candidates: ``[N, P+1+M, C]``.
 
     Returns:
-      tokens and entropies with those of masks replaced, except each group's first.
+      tokens and entropies with those of masks replaced, except for each group's first mask.
     """
     sequences, slots = state.filled.shape
     masked = is_mask(state)
@@ -139,7 +141,7 @@ class _Masks(NamedTuple):
       slot: int32 ``[G, K]``, the slots of the others.
       column: int32 ``[G, K]``, where their predictions are.
       place: int32 ``[G, K]``, their physical places in the window's span.
-      here: bool ``[G, K]``, which of them there are.
+      here: bool ``[G, K]``, which of them exist.
     """
 
     sequence: Array
@@ -151,8 +153,8 @@ class _Masks(NamedTuple):
 
 
 def _entropy(logits: Array, before: Array) -> Array:
-    """Returns the entropy in nats ``[N]`` of candidates' corrected ``logits [N, C]``; the tokens
-    that are no candidates count as one, whose logit is not corrected."""
+    """Returns the entropy in nats ``[N]`` of candidates' corrected ``logits [N, C]``; all other
+    tokens count as a single one, whose logit is not corrected."""
     others = jnp.log1p(-jnp.minimum(jnp.exp(before).sum(axis=-1, keepdims=True), 1.0 - 1e-6))
     log_p = jax.nn.log_softmax(jnp.concatenate([logits, others], axis=-1))
     p = jnp.exp(log_p)

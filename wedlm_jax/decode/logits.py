@@ -1,8 +1,8 @@
 """The logits of a forward's rows, and the sampling options that change them before a token is
-chosen or an entropy taken.
+chosen or an entropy computed.
 
-In this order: bias, penalties, then −inf for forbidden tokens and for those outside a grammar. A
-program whose sequences do not use an option (None in `Options`) contains no code for it.
+They apply in this order: bias, penalties, then −inf for forbidden tokens and for those outside a
+grammar. A program whose sequences do not use an option (None in `Options`) contains no code for it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TokenUse:
     the window's tokens that it sees.
 
     Attributes:
-      prompt: bool ``[N, V]``, whether the prompt has it.
-      committed: int32 ``[N, V]``, how often the committed completion has it.
+      prompt: bool ``[N, V]``, whether the prompt contains each token.
+      committed: int32 ``[N, V]``, how often the committed completion contains it.
     """
 
     prompt: Array
@@ -151,8 +151,8 @@ def _add_counts(counts: Array, tokens: Array, valid: Array) -> Array:
 # This keeps token sequences ("bad words") out of completions, although masks are filled out of
 # order.
 #
-# A program with bad words has room for the most that a sequence may have. Nothing is computed in
-# forwards in which no sequence has any.
+# A program with bad words has room for the maximum number of them per sequence. A forward in which
+# no sequence has any computes nothing for them.
 #
 # A word can be completed at any of its places, so a token is forbidden wherever it would complete
 # a word together with the tokens that the row sees, before and after its place. Masks filled in the
@@ -173,7 +173,7 @@ def text_around(state: DecodeState, margin: int) -> Array:
     """Returns the completion around each window, int32 ``[N, E]``, `UNKNOWN` where there is no
     token.
 
-    Slot s is entry ``margin + s``. The last slot and the one that its row predicts are followed by
+    Slot s is entry ``margin + s``. After the last slot come the one that its row predicts, and
     ``margin`` more entries.
     """
     slots = state.tokens.shape[1]

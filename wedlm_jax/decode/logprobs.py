@@ -91,6 +91,6 @@ def as_list(values: Logprobs, index: int, length: int, k: int) -> list[TokenLogp
     ids = np.asarray(values.top_ids[index, :length, :k]).tolist()
     top = np.asarray(values.top[index, :length, :k]).tolist()
     return [
-        TokenLogprob(one, list(zip(some, theirs, strict=True)))
-        for one, some, theirs in zip(chosen, ids, top, strict=True)
+        TokenLogprob(logprob, list(zip(top_ids, top_logprobs, strict=True)))
+        for logprob, top_ids, top_logprobs in zip(chosen, ids, top, strict=True)
     ]

@@ -1,17 +1,17 @@
 """Prompt lookup: drafts copied from the sequence's own text.
 
-Where the last tokens of a text occurred before, what followed them then is likely to follow again:
-in edits, summaries, quotations, code, loops. So the tokens after the latest occurrence of the
-longest repeated ending serve as drafts, for any model, and are verified like the drafts of masks
-(see `wedlm_jax.decode.verified`)::
+If the last tokens of a text have occurred before, what followed them then is likely to follow
+again: in edits, summaries, quotations, code, loops. So the tokens after the latest occurrence of
+the longest repeated ending serve as drafts, for any model, and are verified like the drafts of
+masks (see `wedlm_jax.decode.verified`)::
 
     text     . . . the cat sat on the mat . . . . the cat     ending of 2 tokens that occurred
                            ^^^^^^^^^^^^^^                     drafts
 
 A draft costs a token of a forward, right or wrong. So the number of drafts is chosen before each
 forward, for all sequences together, to commit the most tokens per second. How likely a copied token
-is right is learnt, by the length of the repeated ending, from every committed token, whether it was
-drafted or not; what a forward costs comes from the engine's measurements.
+is to be right is learnt, by the length of the repeated ending, from every committed token, drafted
+or not; what a forward costs comes from the engine's measurements.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 from jax import Array
 
 LONGEST = 4
-"""The most tokens of an ending that count in the search; longer matches would prefer older places.
+"""Maximum length of an ending that counts in the search; longer matches would prefer older places.
 """
 FARTHEST = 8
-"""The most tokens for which a match is followed backwards: the longer a run has been copied, the
-likelier it continues."""
+"""Maximum tokens for which a match is followed backwards: the longer a run has been copied, the
+likelier it is to continue."""
 PRIOR = np.array([0.2, 0.35, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85], np.float32)
 """The initial probability that a copied token is right, after an ending of 1 .. `FARTHEST` tokens.
 """
@@ -40,9 +40,9 @@ MEMORY = 40.0
 MASKS_RATE = 0.1
 """The rate at which the running mean of masks' drafts is updated."""
 GAIN, GAIN_ALONE = 1.1, 1.2
-"""The factor by which drafts must promise more tokens per second, since promises are uncertain:
-while others wait for places, and while nobody does. A batch then ends with its slowest sequence,
-and may have gained nothing if that one had no drafts."""
+"""The factors by which drafts must promise more tokens per second, since promises are uncertain:
+while others wait for places, and while none do. In the second case a batch ends with its slowest
+sequence, and may have gained nothing if that one had no drafts."""
 
 
 @jax.tree_util.register_dataclass
@@ -75,7 +75,7 @@ def no_lookup(sequences: int, most: int) -> Lookup:
     """Returns the initial state, for N sequences and at most L drafts."""
 
     def zeros(*shape: int, dtype: Any = jnp.int32) -> Array:
-        return jnp.zeros((sequences, *shape), dtype)  # an array each, since each is overwritten
+        return jnp.zeros((sequences, *shape), dtype)  # separate arrays, since each is overwritten
 
     return Lookup(
         tokens=zeros(most),
@@ -97,8 +97,8 @@ class Found(NamedTuple):
 def find(text: Array, length: Array, most: int) -> Found:
     """Finds a continuation of each text in its own past.
 
-    Chooses the earlier place that shares the most last tokens with the text, counting up to
-    `LONGEST` of them; among equals, the latest. If fewer than L tokens follow that place, they are
+    Chooses the earlier place with the longest match to the end of the text, counting up to
+    `LONGEST` tokens; among equals, the latest. If fewer than L tokens follow that place, they are
     repeated, which continues a loop.
 
     Args:
@@ -108,7 +108,7 @@ def find(text: Array, length: Array, most: int) -> Found:
     """
     place = jnp.arange(text.shape[1], dtype=jnp.int32)
     end = length[:, None] - 1
-    # One pass over the text: whether place j, and the k - 1 places before it, are the text's last.
+    # One pass over the text: whether the k + 1 tokens up to place j equal the text's last k + 1.
     same = place < end
     shared = jnp.zeros_like(text)
     for k in range(LONGEST):
@@ -183,8 +183,8 @@ def gains(lookup: Lookup, room: Array) -> Array:
     increasing from copy to copy; 0 beyond the ``room [N]`` for copies.
 
     Where masks draft, a wrong copy has a price: the masks saw it, so the next forward lacks their
-    drafts. The first copies may then cost more than they gain while many together pay; such copies
-    each count with the mean gain of the group.
+    drafts. The first copies may then cost more than they gain while many together pay; each of
+    these counts with the mean gain of the group.
     """
     right = survival(lookup)
     before = jnp.pad(right, ((0, 0), (1, 0)), constant_values=1.0)[:, :-1]
@@ -203,8 +203,8 @@ def worth(output: Array, forwards: Array, others_wait: Array) -> Array:
 
     If others wait for the places of those that finish, all tokens are worth the same. If nobody
     waits, a batch ends with its slowest sequence, and a sequence that is ahead gains nothing by
-    getting further ahead. The forwards that all need for a token each, Σ 1 / Eᵢ where sequence i
-    commits Eᵢ per forward, fall by 1 / Eᵢ² for each further token.
+    getting further ahead. If sequence i commits Eᵢ tokens per forward, one token for each sequence
+    takes Σ 1 / Eᵢ forwards; each further token per forward of sequence i lowers this by 1 / Eᵢ².
 
     Args:
       output, forwards: int32 ``[N]``, tokens and forwards so far.
@@ -222,8 +222,8 @@ def paying_drafts(
     value: Array | float = 1.0,
     least: Array | float = GAIN,
 ) -> Array:
-    """Returns how many drafts each sequence takes for a forward to commit the most tokens per
-    second, int32 ``[N]``.
+    """Returns how many drafts each sequence should take so that a forward commits the most tokens
+    per second, int32 ``[N]``.
 
     The most promising drafts of all sequences come first. The first m of them add the sum of their
     gains to the tokens committed, and m tokens to the forward. Its cost rises in steps: often
@@ -232,10 +232,11 @@ def paying_drafts(
     Args:
       gains: float32 ``[N, L]``, from `gains`; 0 where there is no draft.
       tokens: int32, tokens of the forward without drafts.
-      committed: float32 ``[N]``, tokens that it commits on average; 0 for no sequence.
+      committed: float32 ``[N]``, tokens that this forward commits on average; 0 where there is no
+        sequence.
       costs: costs of forwards.
-      value: float32 ``[N]``, from `worth`: tokens count by it.
-      least: the factor by which that must be more than without drafts.
+      value: float32 ``[N]``, from `worth`: the weight of each sequence's tokens.
+      least: minimum ratio of the weighted tokens per second to those without drafts.
     """
     flat = (gains * jnp.broadcast_to(value, committed.shape)[:, None]).reshape(-1)
     # The sort is stable, so among equal gains a sequence's earlier drafts come first.
@@ -260,8 +261,8 @@ class ForwardCosts(NamedTuple):
     of_size: Array
 
     def seconds(self, tokens: Array) -> Array:
-        """Returns the cost of forwards with these numbers of tokens. Each runs at the smallest size
-        that holds its tokens or, beyond the largest size, in parts."""
+        """Returns the cost of forwards with these token counts. Each runs at the smallest size that
+        holds its tokens; beyond the largest size, it runs in parts."""
         largest = self.sizes[-1]
         whole = jnp.maximum(tokens - 1, 0) // largest
         rest = tokens - whole * largest

@@ -23,36 +23,36 @@ from wedlm_jax.params import NO_TOKEN, OPTIONS, SamplingParams
 from wedlm_jax.sharding import constrain
 
 MOST_BIASES = 512
-"""The most biased tokens per sequence."""
+"""Maximum number of biased tokens per sequence."""
 MOST_BAD_WORDS = 256
-"""The most bad words per sequence."""
+"""Maximum number of bad words per sequence."""
 LONGEST_BAD_WORD = 16
-"""The most tokens of a bad word."""
+"""Maximum number of tokens in a bad word."""
 MOST_STOPS = 64
-"""The most stop tokens per sequence, the model's included."""
+"""Maximum number of stop tokens per sequence, including the model's."""
 
 
 UNSET = {"entropy_threshold": -np.inf, "draft_budget": np.nan}
-"""What stands for None on the device: nothing is below −inf, and NaN is the program's usual budget.
-"""
+"""What stands for None on the device: nothing is below −inf, and NaN means the program's usual
+budget."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Traits:
-    """The features that the sequences of a program may use; static. Options that are lists have
-    one size, the largest, so that few programs are compiled.
+    """The features that the sequences of a program may use; static. List options always have their
+    maximum size, so that few programs are compiled.
 
     Attributes:
       window: the widest window.
       paper: whether sequences may decode in mode "paper".
       verified: whether sequences may draft and verify.
-      lookup: the most drafts that are copied from a text.
+      lookup: maximum drafts copied from a text.
       autoregressive: whether sequences may decode one token at a time, with a window of 0.
       sampled: whether tokens may be sampled, at a temperature above 0.
-      truncated: whether they may be sampled from a part of the vocabulary.
+      truncated: whether they may be sampled from only part of the vocabulary.
       min_tokens, penalties: whether sequences may have ``min_tokens``, or a penalty.
       biases, bad_words: whether sequences may have a ``logit_bias``, or bad words.
-      logprobs: whether tokens have log-probabilities, with the most alternatives.
+      logprobs: whether tokens have log-probabilities, with the maximum number of alternatives.
       grammar: whether sequences may have a grammar.
       traced: whether each forward reports what it saw and decided.
     """
@@ -99,7 +99,7 @@ class Traits:
 
         Args:
           window: the widest window; 0 for a model without masks.
-          lookup: the most drafts copied from a text.
+          lookup: maximum drafts copied from a text.
           grammar: whether requests may have a grammar.
         """
         every: dict[str, Any] = {field.name: True for field in dataclasses.fields(Traits)}
@@ -114,7 +114,7 @@ class Traits:
     @property
     def rounded(self) -> Traits:
         """The traits of a program for requests like these. Options that are mostly used together,
-        or cost little, come together, so that a server compiles few programs."""
+        or cost little, are included together, so that a server compiles few programs."""
         edited = self.min_tokens or self.penalties or self.biases or self.bad_words
         edits = Traits(min_tokens=True, penalties=True, biases=True, bad_words=True)
         rounded = self.union(Traits(truncated=self.sampled))
@@ -127,8 +127,8 @@ class Traits:
 
     @property
     def checked_rows(self) -> int:
-        """The number of rows that choose tokens in an anchored window: one more than its most
-        drafts, which are W − 1 from masks, or ``lookup`` from the text."""
+        """The number of rows that choose tokens in an anchored window: one more than the maximum
+        number of drafts, which is W − 1 from masks, or ``lookup`` from the text."""
         return max(self.window, self.lookup + 1)
 
     @property
@@ -161,14 +161,14 @@ class Options:
       stop_ids: int32 ``[N, M]``, padded with `NO_TOKEN`.
       max_tokens: int32.
 
-    The others are None in a program without their trait. Those with the name of a field of
+    The others are None in a program without their trait. Those named like a field of
     `SamplingParams` hold that field.
 
     Attributes:
       entropy_threshold, position_penalty: with trait "paper". A threshold of None is −inf.
       verified: bool, with trait "verified".
-      lookup, unpriced: int32 and bool, with trait "lookup": the most drafts copied from the text,
-        and whether they are taken whatever they cost.
+      lookup, unpriced: int32 and bool, with trait "lookup": the maximum number of drafts copied
+        from the text, and whether they are taken regardless of cost.
       bias_ids, bias: int32 and float32 ``[N, K]``, the ids padded with `NO_TOKEN`.
       bad_words: int32 ``[N, K, L]``, padded with `NO_TOKEN`.
       allowed: the tokens that grammars allow, from `wedlm_jax.grammar.masks`; see `all_allowed`.
@@ -233,14 +233,14 @@ class HostOptions:
 
         Args:
           window: its window, if its mode has one.
-          lookup: the most drafts copied from its text.
+          lookup: maximum drafts copied from its text.
           stops: all token ids that end it.
 
         Raises:
           ValueError: the traits do not cover these options.
         """
         if not self.traits.holds(Traits.of(params, window, lookup)):
-            raise ValueError(f"options outside the traits of the program, {self.traits}")
+            raise ValueError(f"options not covered by the program's traits, {self.traits}")
         self._held[index] = params, window, lookup, tuple(stops)
         arrays = self.arrays
         arrays["window"][index] = 0 if params.mode == "ar" else window
@@ -395,7 +395,7 @@ def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Voca
     early_stops = stops if params.min_tokens else ()
     choices = len(vocabulary)
     if len({token for token in (*ids, *early_stops) if token in vocabulary}) >= choices:
-        raise InputError(f"bad_words: they forbid all {choices} tokens that may be chosen")
+        raise InputError(f"bad_words: these forbid all {choices} tokens that may be chosen")
     if params.logprobs is not None and params.logprobs > choices:
         raise InputError(
             f"logprobs: expected at most {choices}, the tokens that may be chosen, "
@@ -464,8 +464,8 @@ BITS = 32
 
 # --- The tokens that a grammar allows ----------------------------------------------------------
 #
-# The host computes the allowed tokens as bits before a forward, which applies them to its rows of
-# logits.
+# Before a forward the host computes the allowed tokens as bits, which the forward applies to its
+# rows of logits.
 #
 # A grammar determines what may follow a text, so it applies only to rows that see a text and
 # nothing else: those of filled slots in anchored sequences. Slot s of a window is the place after

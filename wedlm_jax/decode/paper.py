@@ -1,6 +1,6 @@
 """Mode "paper": fills the masks whose prediction is certain, and commits filled slots.
 
-What it commits, the leading run, is in `wedlm_jax.decode.loop.decide`. Source: WeDLM section 5.
+The commit of the leading run is in `wedlm_jax.decode.loop.decide`. Source: WeDLM section 5.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def predicted_slots(state: DecodeState) -> Array:
 def filled_by(state: DecodeState, options: Options, tokens: Array, entropies: Array) -> Array:
     """Chooses the masks to fill with ``tokens``, bool ``[N, P]``.
 
-    Every mask with H + λ·distance < τ, the distance counted in slots from the first mask; if there
-    is none, the single one with the smallest, so that every forward makes progress.
+    These are all masks with H + λ·distance < τ, where the distance is counted in slots from the
+    first mask; if there are none, the one with the smallest value, so that every forward makes
+    progress.
 
     The penalty λ favours masks near the front. They complete the leading run, and only a leading
     run is committed: a far slot that is filled early waits in the window and is computed again and

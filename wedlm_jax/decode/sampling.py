@@ -163,9 +163,9 @@ def truncate(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
 
     Args:
       logits: float32, already divided by the temperature.
-      top_k: int32 ``[R]``, how many tokens stay; of equal logits the lower ids. 0 for all.
+      top_k: int32 ``[R]``, how many tokens stay, the lower ids among equal logits; 0 for all.
       top_p: float32 ``[R]`` in (0, 1]. A token stays if more likely ones sum to less than this.
-      min_p: float32 ``[R]`` in [0, 1], the least probability relative to the largest.
+      min_p: float32 ``[R]`` in [0, 1], minimum probability relative to the largest.
     """
     vocab = logits.shape[-1]
     most = logits.max(axis=-1)
@@ -205,7 +205,8 @@ def _largest(logits: Array, level: Array, among: Array) -> Array:
     def up_to(last: Array) -> Array:
         return (equal & (token <= last[:, None])).sum(axis=-1) >= among
 
-    # Ties are rare unless logits are rounded; only with ties the last one that stays is searched.
+    # Ties are rare unless logits are rounded; without any, there is no search for the last one that
+    # stays.
     lowest = jnp.zeros_like(among)
     most = jnp.full_like(among, logits.shape[-1] - 1)
     tied = equal.sum(axis=-1) > among
@@ -272,7 +273,7 @@ def random_key(seed: Array, *names: Array) -> Array:
 def gumbel(keys: Array, size: int, places: Array | None = None) -> Array:
     """Returns Gumbel noise, float32 ``[R, size]``: for each of ``keys [R]`` the numbers of
     ``jax.random.gumbel(key, (size,))``, or those at ``places [R, size]`` of a longer array, but
-    many times faster on a CPU.
+    computed many times faster on a CPU.
 
     On a CPU JAX computes its random bits (Threefry-2x32, Salmon et al., 2011) in rolled loops,
     whose arrays go through memory in every iteration. Unrolled, it is a single loop over the

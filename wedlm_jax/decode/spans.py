@@ -38,13 +38,13 @@ class Allowance:
       page_table: int32 ``[N, max_pages]``, pages of each sequence in order; 0 where it has none.
       capacity: int32 ``[N]``, tokens that these pages hold.
       arrival: int32 ``[N]``, the order of arrival: the lowest is served first.
-      chunk_tokens: int32, the most prompt tokens that a forward computes in addition to the
-        windows; 0 pauses all prompts.
-      max_forwards: int32, the most forwards of the burst.
+      chunk_tokens: int32, maximum prompt tokens that a forward computes in addition to the windows;
+        0 pauses all prompts.
+      max_forwards: int32, maximum forwards of the burst.
       until_finished: int32 ``[1]``; the replica's burst ends when this many of its sequences have
         finished.
-      seconds: float32 ``[1, S]``, the cost of a forward of each static size, by which programs with
-        trait "lookup" choose the number of drafts; None for others.
+      seconds: float32 ``[1, S]``, the cost of a forward of each static size, from which programs
+        with trait "lookup" choose the number of drafts; None for others.
     """
 
     page_table: Array
@@ -169,11 +169,11 @@ def attention_spans(
     size: int,
     page_size: int | None = None,
 ) -> Spans:
-    """Returns, for attention, the parts of the spans in ``size`` flat places from ``start`` on.
+    """Returns the parts of the spans in ``size`` flat places from ``start`` on, for attention.
 
     Args:
-      page_size: tokens per page where sequences may have backup masks, each of which then has two
-        spans; else None.
+      page_size: tokens per page if sequences may have backup masks, so that each has two spans;
+        else None.
     """
     bounds, before, table = plan.starts, state.num_computed, allowance.page_table
     if page_size is not None:
@@ -188,7 +188,7 @@ def attention_spans(
 
 
 def _in_turn(first: Array, second: Array) -> Array:
-    """Returns ``[2 N, ..]``: the rows of two arrays ``[N, ..]`` by turns."""
+    """Returns ``[2 N, ..]``: the rows of two arrays ``[N, ..]``, interleaved."""
     return jnp.stack([first, second], axis=1).reshape(-1, *first.shape[1:])
 
 
@@ -249,7 +249,7 @@ Carry = TypeVar("Carry")
 
 SMALLEST_COARSE = 16
 LARGEST_HEAD = 256
-"""The most rows whose logits are in memory at once."""
+"""Maximum rows whose logits are in memory at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,7 @@ class ForwardSizes:
     Attributes:
       tokens: T, how many tokens go through the layers at once.
       head: R, how many rows go through the head at once.
-      total: the most tokens of a forward.
+      total: maximum tokens of a forward.
     """
 
     tokens: tuple[int, ...]
@@ -299,14 +299,15 @@ def forward_sizes(
     """Chooses sizes for N sequences with windows of at most W, and for prompt chunks.
 
     Args:
-      largest: the most tokens that go through the layers at once.
+      largest: maximum tokens that go through the layers at once.
       narrower: whether some sequences have narrower windows.
       coarse: choose sizes four times apart, for accelerators: a small forward there takes as long
         as one four times its size, since its time goes into reading the weights.
       one_size: use a single size for all forwards, for a deterministic engine.
-      whole: tokens that a CPU's matrix product computes together: 4, or 16 on columns.
-      lookup: the most drafts that are copied from a text.
-      backup: the most backup masks.
+      whole: tokens that a CPU's matrix product computes together: 4, or 16 with matrices stored by
+        column.
+      lookup: maximum drafts copied from a text.
+      backup: maximum number of backup masks.
     """
     spans = sequences * (num_slots(window, lookup) + backup)
     total = spans + chunk_tokens

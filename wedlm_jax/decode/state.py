@@ -95,12 +95,12 @@ class DecodeState:
       filled: bool ``[N, P]``, whether each slot holds a token.
       logprobs: ``[N, P]``, log-probabilities of filled slots; None where no sequence asks.
       active: int32 ``[N]``, how many slots the next forward runs; later ones are not open yet.
-      backup: the masks that the next forward runs besides the window.
+      backup: the masks that the next forward runs in addition to the window.
       running: bool ``[N]``, False where there is no sequence, or a finished one.
       stopped: bool ``[N]``, whether it was finished by a stop token.
-      num_forwards, num_token_instances: int32 ``[N]``, decode forwards, which are those that ran
-        the sequence's window, and the active slots and backup masks that they ran; prefill chunks
-        are not counted.
+      num_forwards, num_token_instances: int32 ``[N]``, decode forwards (those that ran the
+        sequence's window), and the active slots and backup masks that they ran; prefill chunks are
+        not counted.
       emitted: committed tokens that the host has not fetched yet.
       lookup: drafts from each sequence's own text; None if no drafts are copied from texts.
     """
@@ -159,10 +159,10 @@ def idle_state(
     Args:
       sequences: N.
       window: W, the widest window of a sequence.
-      text: S, the most tokens of a prompt and its completion together.
-      emitted: E, the most tokens that a sequence commits between two fetches of the host.
+      text: S, maximum tokens of a prompt and its completion together.
+      emitted: E, maximum tokens that a sequence commits between two fetches by the host.
       with_logprobs: whether tokens have log-probabilities, with `MOST_LOGPROBS` alternatives.
-      lookup: the most drafts that are copied from a text.
+      lookup: maximum drafts copied from a text.
     """
 
     def logprobs(width: int) -> Logprobs | None:

@@ -72,8 +72,8 @@ def predicted_slots(state: DecodeState) -> Array:
 def verify(state: DecodeState, budget: Array | None, tokens: Array, entropies: Array) -> Verified:
     """Decides which drafts are accepted, and which masks draft next.
 
-    Masks draft only where all drafts before them were right: otherwise they saw a wrong prefix.
-    After the wrong draft that they assumed, backup masks draft in their place.
+    Masks draft only where all drafts before them were right: otherwise they saw a wrong prefix. If
+    the wrong draft is the one that backup masks assumed, those draft instead.
 
     Args:
       budget: see `draft_rule`.

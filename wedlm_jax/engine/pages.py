@@ -152,7 +152,7 @@ class PrefixTree:
         """Returns the nodes of the longest cached prefix of ``text``, in the order of the text.
 
         Args:
-          limit: the most tokens of the prefix; only full pages count.
+          limit: maximum tokens of the prefix; only full pages count.
         """
         size, node, found = self._pages.page_size, self._root, []
         for start in range(0, min(limit, len(text)) - size + 1, size):

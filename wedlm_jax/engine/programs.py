@@ -64,7 +64,7 @@ class CompiledPrograms:
         before that, and where the compiler does not choose.
       seconds: time spent so far compiling programs and loading stored ones.
       while_busy: given a description of what callers wait for (a program that is compiled or
-        loaded, a measurement), returns a context manager that is entered meanwhile.
+        loaded, a measurement), returns a context manager that is entered while they wait.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class Replica:
 
     @property
     def capacity_of_pages(self) -> int:
-        """The most tokens that a sequence can have if it is alone in the cache."""
+        """The maximum tokens that a sequence can have if it is alone in the cache."""
         most = min(self.pages.num_usable, self._table.shape[1])
         return most * self.pages.page_size
 

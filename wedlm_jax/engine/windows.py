@@ -91,7 +91,7 @@ class WindowChoice:
         """Learns from the report of a burst, before the sequences take it in.
 
         Args:
-          running: the sequences for which it was planned; some may have left meanwhile.
+          running: the sequences for which it was planned; some may have left since.
           seconds: duration of the burst; None if unknown.
         """
         if self.costs is not None and seconds is not None and report.sizes:

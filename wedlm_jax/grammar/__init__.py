@@ -1,1 +1,1 @@
-"""Grammars that a completion must follow, as the host knows them."""
+"""Grammars that completions must follow: the host's part."""

@@ -1,4 +1,4 @@
-"""Compiles grammars with the library llguidance, over the tokens of a checkpoint's tokenizer."""
+"""Compiles grammars with the library llguidance, for the tokens of a checkpoint's tokenizer."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 LONGEST = 2**18
-"""Characters of a schema or an expression, at most."""
+"""Maximum length of a schema or an expression, in characters."""
 
 KEPT = 128
-"""Compiled grammars that are kept."""
+"""Maximum number of compiled grammars that are kept."""
 
 JSON_OPTIONS: Any = {
-    # At most so much between two tokens. JSON allows any amount, in which a model may lose itself.
+    # Limits the whitespace between two tokens. JSON allows any amount, and a model may never stop.
     "whitespace_pattern": r"[ ]|\n[ ]{0,20}",
-    # A keyword that is not understood is refused; a schema could ask for it to be ignored.
+    # A keyword that is not understood is refused, even if the schema asks to ignore such keywords.
     "lenient": False,
     "coerce_one_of": False,
 }
 
 
 class TokenizerGrammars:
-    """Makes matchers for a tokenizer; nothing is loaded before the first grammar comes.
+    """Makes matchers for a tokenizer; nothing is loaded before the first grammar arrives.
 
     Args:
       tokenizer: a tokenizer of `transformers`.
@@ -56,7 +56,7 @@ class TokenizerGrammars:
         return self._compiled(*params.grammar).deep_copy()
 
     def fill(self, places: Sequence[tuple[Any, int, list[int]]], masks: np.ndarray) -> None:
-        """Writes the tokens that are allowed at some places, in parallel threads."""
+        """Writes which tokens are allowed at some places, in parallel threads."""
         from llguidance.numpy import (
             fill_next_token_bitmask_par,
             fill_next_token_bitmask_par_with_draft_tokens,
@@ -86,7 +86,7 @@ class TokenizerGrammars:
         from llguidance import LLMatcher
 
         if not self._eos_token_ids:
-            raise InputError(f"{name}: this model has no end of text, with which to end")
+            raise InputError(f"{name}: this model has no end-of-text token, which a grammar needs")
         if len(text) > LONGEST:
             raise InputError(f"{name}: expected at most {LONGEST} characters, not {len(text)}")
         try:
@@ -96,7 +96,8 @@ class TokenizerGrammars:
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
             tokenizer = self._tokenizer
         except ValueError as error:
-            # A tokenizer or a schema that the library does not read; it has no type for either.
+            # The library cannot read the tokenizer or the schema; it has no exception type for
+            # either.
             raise InputError(f"{name}: {shortened(str(error))}") from None
         wrong = LLMatcher.validate_grammar(grammar, tokenizer)
         matcher = LLMatcher(tokenizer, grammar, log_level=0)
@@ -106,6 +107,6 @@ class TokenizerGrammars:
 
 
 def _reason(message: str) -> str:
-    """Returns the library's error message, without its drawing of the place."""
+    """Returns the library's error message, without the excerpt that marks the place."""
     found = re.search(r"^error: (.*)$", message, re.MULTILINE)
     return shortened(found[1] if found else message)

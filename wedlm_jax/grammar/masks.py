@@ -1,4 +1,4 @@
-"""Follows the sequences of a device through their grammars, and what it asks of their library.
+"""Follows sequences through their grammars, and says what a grammar library must provide.
 
 Tested by tests/wedlm_jax/engine/test_grammars.py.
 """
@@ -16,17 +16,17 @@ from wedlm_jax.params import SamplingParams
 
 
 class Matcher(Protocol):
-    """The place in its grammar that one completion has reached."""
+    """How far one completion has advanced through its grammar."""
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """Moves on by these tokens; returns False where the grammar does not allow one of them, or
-        has grown beyond its limits. The matcher is of no use then."""
+        """Advances by these tokens. Returns False if the grammar does not allow one of them, or has
+        grown beyond its limits; the matcher is then unusable."""
 
     def is_accepting(self) -> bool:
         """Returns whether the completion may end here."""
 
     def get_error(self) -> str:
-        """Returns why the matcher is of no use; empty if it is."""
+        """Returns why the matcher is unusable; an empty string if it is usable."""
 
 
 class Grammars(Protocol):
@@ -36,14 +36,14 @@ class Grammars(Protocol):
         """Refuses a grammar that cannot be followed.
 
         Raises:
-          InputError: naming the field, and why.
+          InputError: the message names the field and the reason.
         """
 
     def matcher(self, params: SamplingParams) -> Matcher:
         """Returns the matcher of a completion that has no tokens yet."""
 
     def fill(self, places: Sequence[tuple[Matcher, int, list[int]]], masks: np.ndarray) -> None:
-        """Writes the tokens that are allowed at some places.
+        """Writes which tokens are allowed at some places.
 
         Args:
           places: matchers, each with a row of ``masks`` and the drafts after it. The next rows are
@@ -57,7 +57,7 @@ class GrammarMasks:
     """The matchers of the sequences that decode under a grammar, and what they allow.
 
     Args:
-      grammars: None where no sequence has one.
+      grammars: makes the matchers; None if no sequence has a grammar.
       sequences: N.
       vocab: V.
     """
@@ -68,7 +68,7 @@ class GrammarMasks:
         self._masks = all_allowed(sequences, 1, vocab)
 
     def enter(self, index: int, params: SamplingParams, completion: Sequence[int]) -> None:
-        """Begins to follow the sequence at ``index``, which has this completion already."""
+        """Starts following the sequence at ``index``, whose completion so far is ``completion``."""
         self.leave(index)
         if params.grammar is not None:
             assert self._grammars is not None, "the engine refuses grammars that it cannot follow"
@@ -87,34 +87,35 @@ class GrammarMasks:
             self._masks[index] = ~np.uint32(0)
 
     def allowed(self, rows: int, drafts: Callable[[], list[list[int]]]) -> np.ndarray:
-        """Returns the masks of the next forward, as `wedlm_jax.decode.options` has them.
+        """Returns the masks of the next forward, in the format of
+        `wedlm_jax.decode.options.all_allowed`.
 
         Args:
           rows: R of the program.
-          drafts: returns those in the window of each sequence, in order.
+          drafts: returns the drafts in the window of each sequence, in order.
         """
         if self._masks.shape[1] != rows:
             self._masks = all_allowed(self._sequences, rows, self._vocab)
         if self._matchers:
             assert self._grammars is not None
             # One row checks no drafts, so the device need not be asked for any.
-            there = drafts() if rows > 1 else [[]] * self._sequences
+            drafted = drafts() if rows > 1 else [[]] * self._sequences
             places = [
-                (matcher, index * rows, there[index][: rows - 1])
+                (matcher, index * rows, drafted[index][: rows - 1])
                 for index, (matcher, _) in self._matchers.items()
             ]
             self._grammars.fill(places, self._masks.reshape(-1, self._masks.shape[2]))
         return self._masks
 
     def commit(self, index: int, tokens: Sequence[int], *, stopped: bool) -> InputError | None:
-        """Takes in what a sequence has committed. The matcher has the last word: it also finds
-        where no token at all was allowed, which nothing on the device can know.
+        """Advances a sequence's matcher by the tokens it has committed. The matcher decides: it
+        also notices if no token at all was allowed, which the device cannot know.
 
         Args:
           stopped: whether the last token ends the completion.
 
         Returns:
-          why the sequence cannot go on; None if it can, or has no grammar.
+          why the sequence cannot continue; None if it can, or has no grammar.
         """
         if index not in self._matchers:
             return None
@@ -126,13 +127,13 @@ class GrammarMasks:
         reason = shortened(matcher.get_error().partition("\n")[0] or "no token continues it")
         self.leave(index)
         return InputError(
-            f"{params.grammar[0]}: the completion cannot be continued within it ({reason})"
+            f"{params.grammar[0]}: the completion cannot continue within the grammar ({reason})"
         )
 
 
 def _may_end(matcher: Matcher, token: int, params: SamplingParams) -> bool:
-    """Returns whether a completion may end with a token: where its text is whole, or where the
-    token is one of ``stop_token_ids`` that the grammar allows there."""
+    """Returns whether a completion may end with a token: if its text is complete, or if the token
+    is one of ``stop_token_ids`` that the grammar allows there."""
     if matcher.is_accepting():
         return True
     return token in params.stop_token_ids and matcher.consume_tokens([token])

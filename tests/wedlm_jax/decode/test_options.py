@@ -156,11 +156,11 @@ def test_other_traits_hold_the_same_sequences_or_leave_them_out():
         ({"bad_words": ["text"]}, 2, "bad_words: the engine takes token ids"),
         ({"bad_words": [[3]] * 257}, 2, "bad_words: expected at most 256"),
         ({"bad_words": [[3] * 17]}, 2, "bad_words: expected at most 16 tokens in a word, not 17"),
-        ({"bad_words": [[i] for i in range(23)]}, 2, "bad_words: they forbid all 23 "),
+        ({"bad_words": [[i] for i in range(23)]}, 2, "bad_words: these forbid all 23 "),
         (
             {"bad_words": [[i] for i in range(2, 23)], "min_tokens": 1},
             2,
-            "bad_words: they forbid all 23 ",
+            "bad_words: these forbid all 23 ",
         ),
         ({}, 65, r"stop_token_ids: expected at most 64, .* not 65"),
     ],

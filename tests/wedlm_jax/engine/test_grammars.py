@@ -127,7 +127,7 @@ def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(engine, mode):
     failed = last.pop(2)
     assert isinstance(failed, Failed)
     assert isinstance(failed.error, InputError)
-    assert str(failed.error).startswith("regex: the completion cannot be continued within it")
+    assert str(failed.error).startswith("regex: the completion cannot continue within the grammar")
     for number, event in last.items():
         assert isinstance(event, Finished)
         assert say_the_same(event.result, expected[number])

@@ -136,7 +136,7 @@ def test_deep_schemas_are_told_too(grammars):
 def test_a_tokenizer_that_does_not_fit_is_told(codec):
     with pytest.raises(InputError, match=r"^regex: vocab size too small; 1000 vs 1790"):
         TokenizerGrammars(codec.tokenizer, 1000, ENDS).check(SamplingParams(regex="a"))
-    with pytest.raises(InputError, match=r"^regex: this model has no end of text"):
+    with pytest.raises(InputError, match=r"^regex: this model has no end-of-text token"):
         TokenizerGrammars(codec.tokenizer, VOCAB, ()).check(SamplingParams(regex="a"))
 
 
