@@ -19,9 +19,10 @@ kind counts more. The mean is taken over sequences, not forwards: if windows do 
 soon stops using them, so a mean over forwards would remember the easy texts of long ago.
 
 While windows do not pay, they are not used and nothing is learnt about them, so they are tried from
-time to time: a few sequences get a window for one burst, as long as trials cost only a small share
-of the time. While windows pay, an occasional burst without them checks the gain. And a burst is
-short while most of its windows belong to sequences that have not used any yet.
+time to time: a few sequences, or all if that costs little, get windows for two short bursts, as
+long as trials cost only a small share of the time. While windows pay, an occasional burst without
+them checks the gain. And a burst is short while most of its windows belong to sequences that have
+not used any yet.
 """
 
 from __future__ import annotations
