@@ -1,8 +1,8 @@
 """`wedlm generate --compile-only`: the engine's program, compiled for TPUs that are not here.
 
-It is the engine's own by construction: the same settings, arguments and burst of forwards, with
-heads, MLP and vocabulary cut over ``tensor`` and a replica for each part of ``data``. The
-compiler says what memory it takes; the chip's figures say how long a forward takes at least.
+It is the engine's own program: the same settings, arguments and burst of forwards, with heads, MLP
+and vocabulary sharded over ``tensor`` and a replica for each part of ``data``. The compiler reports
+the memory that it takes; the chip's figures give the least time of a forward.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from wedlm_jax.sharding import make_mesh, tree_shardings
 DTYPE = jnp.bfloat16
 GIB = 2**30
 PRODUCTS, BANDWIDTH = 0.6, 0.8
-"""Shares of a chip's peaks that an expected time counts with. Assumptions, both."""
+"""Shares of a chip's peaks that an expected time assumes. Neither is measured."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeSizes:
-    """Sizes of what decodes together.
+    """Sizes of a batch.
 
     Attributes:
       sequences: number of sequences in all replicas.
-      model_len: tokens of a prompt and its completion, at most.
-      window: W; 0 for a model that does not know masks.
-      lookup: the most drafts that are copied from a text.
-      backup: the number of backup masks.
+      model_len: maximum tokens of a prompt and its completion.
+      window: W; 0 for a model that was not trained on masks.
+      lookup: maximum number of drafts copied from the text.
+      backup: number of backup masks.
     """
 
     sequences: int
@@ -89,11 +89,11 @@ class Forward:
     """What one forward of full windows needs on a chip.
 
     Attributes:
-      tokens: that pass the layers of a replica.
-      flops: FLOP of products.
-      least_bytes: read from HBM: the weights and all keys and values, once.
-      sent_bytes: to other chips: the sums after attention and MLP of each layer.
-      bound: no time is shorter.
+      tokens: tokens that pass through the layers of a replica.
+      flops: FLOP of matrix products.
+      least_bytes: bytes read from HBM: the weights and all keys and values, once.
+      sent_bytes: bytes sent to other chips: the sums after attention and MLP of each layer.
+      bound: lower bounds of the time.
       expected: seconds at `PRODUCTS` and `BANDWIDTH`.
     """
 
@@ -107,11 +107,11 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledDecoder:
-    """What was compiled, for what, and the compiler's report.
+    """A compiled decoder, its target, and the compiler's report.
 
     Attributes:
-      weight_bytes, page_bytes: on one device.
-      forward: forward of the largest number of sequences, all in their windows.
+      weight_bytes, page_bytes: bytes of the weights and of all pages on one device.
+      forward: a forward of the maximum number of sequences, all past their prompts.
     """
 
     topology: Topology
@@ -125,8 +125,8 @@ class CompiledDecoder:
 
 
 def read_model(source: str) -> ModelConfig:
-    """Reads the model of a folder with a config.json, or of a recipe (.yaml) that states its
-    sizes."""
+    """Reads the model's config from a folder with a config.json, or from a recipe (.yaml) that
+    states its sizes."""
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         return read_architecture(path)
@@ -144,7 +144,8 @@ def read_model(source: str) -> ModelConfig:
 
 
 def read_drafter(source: str) -> LoraConfig:
-    """Reads the adapters of a drafter's folder, or of a recipe (.yaml) that trains one."""
+    """Reads the adapters' config from a drafter's folder, or from a recipe (.yaml) that trains
+    one."""
     path = Path(source)
     try:
         if path.suffix in (".yaml", ".yml"):
@@ -159,12 +160,12 @@ def read_drafter(source: str) -> LoraConfig:
     except FileNotFoundError:
         raise InputError(f"{path}: neither a drafter's folder nor a recipe") from None
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{path}: says nothing of a drafter's adapters") from None
+        raise InputError(f"{path}: expected a description of a drafter's adapters") from None
     return LoraConfig(rank, alpha, tuple(targets), "masked", previous_rank=units)
 
 
 def decode_mesh(model: ModelConfig, topology: Topology) -> Mesh:
-    """Lays heads over as many devices as there are KV heads for, replicas over the rest."""
+    """Shards heads over as many devices as the KV heads allow, and puts replicas on the rest."""
     tensor = math.gcd(len(topology.devices), model.num_key_value_heads)
     return make_mesh({"tensor": tensor, "data": -1}, topology.devices)
 
@@ -179,8 +180,8 @@ def compile_decoder(
     """Lowers and compiles the engine's burst for a topology.
 
     Args:
-      attention: as `wedlm_jax.engine.engine.Engine` takes it.
-      drafter: adapters on masks beside the model; None for none.
+      attention: backend, as in `wedlm_jax.engine.engine.Engine`.
+      drafter: adapters of a drafter; None for no drafter.
 
     Raises:
       InputError: an unknown topology, sizes that the mesh does not divide, or a program that
@@ -200,7 +201,7 @@ def compile_decoder(
     shapes = nnx.eval_shape(make)
     model, (graph, parameters) = shapes.config, nnx.split(shapes)
     parameters = jax.tree.map(_at, parameters, tree_shardings(mesh, parameters))
-    # Every token passes the adapters, whose result counts for masks.
+    # Every token passes through the adapters, though only masks use their result.
     adapters = sum(
         leaf.size for leaf in jax.tree.leaves(nnx.filter_state(parameters, nnx.LoRAParam))
     )
@@ -267,15 +268,15 @@ def forward_of(
     chip: Chip,
     adapters: int = 0,
 ) -> Forward:
-    """Returns what one forward needs on a chip: all sequences of a replica with their last token
-    and W masks, or as many drafts as may be copied, after texts of full length.
+    """Returns what one forward needs on a chip: all sequences of a replica, each with its last
+    token and W masks, or as many drafts as may be copied, after texts of full length.
 
     Args:
       sequences: number of sequences per replica.
-      tensor: chips that share it.
+      tensor: number of chips per replica.
       weights, bytes_per_token: bytes of the parameters, and of a token's keys and values, on a
         chip.
-      adapters: number of parameters beside the model's.
+      adapters: number of parameters of adapters.
     """
     tokens = sequences * sizes.tokens_each
     width = model.num_attention_heads * model.head_dim * model.num_hidden_layers
@@ -283,9 +284,9 @@ def forward_of(
     flops += 2 * model.hidden_size * model.vocab_size * sequences * sizes.rows_each
     flops += 4 * width * tokens * sizes.model_len
     size = jnp.dtype(DTYPE).itemsize
-    # Of an embedding that is no head, only the rows of the tokens are read.
+    # An embedding that is not also the head is not read whole: only the rows of the tokens are.
     table = model.vocab_size * model.hidden_size * size * (not model.tie_word_embeddings)
-    # Backup masks are a span of their own, which reads the text a second time.
+    # Backup masks are a separate span, which reads the text a second time.
     spans = sequences * (2 if sizes.backup else 1)
     least = weights - table // tensor + spans * sizes.model_len * bytes_per_token
     # A ring of n chips sends 2 (n - 1) / n of what it sums.
@@ -297,7 +298,7 @@ def forward_of(
 
 
 def describe(decoder: CompiledDecoder) -> str:
-    """Writes the report as lines of text."""
+    """Formats the report as lines of text."""
     topology, sizes, program = decoder.topology, decoder.sizes, decoder.program
     settings, forward, bound = decoder.settings, decoder.forward, decoder.forward.bound
     peak, limit = program.peak_bytes, topology.chip.hbm_bytes
@@ -342,7 +343,7 @@ def main(options: dict[str, Any]) -> int:
     knows = model.knows_masks or drafter is not None
     window, lookup = config.drafting(knows_masks=knows)
     window = DEFAULT_WINDOW if window == "auto" else window
-    # Masks draft where there are any.
+    # With masks, drafts are not copied.
     lookup = 0 if window else lookup
     backup = min(options.get("backup_masks", BACKUP_MASKS["tpu"]), int(window))
     sizes = DecodeSizes(
@@ -353,7 +354,7 @@ def main(options: dict[str, Any]) -> int:
         backup,
     )
     if min(sizes.sequences, sizes.window + 1) < 1:
-        raise InputError("--batch-size must be at least 1, --window-size 0")
+        raise InputError("--batch-size must be at least 1, --window-size at least 0")
     decoder = compile_decoder(model, options["topology"], sizes, options.get("attention"), drafter)
     print(describe(decoder))
     return 0

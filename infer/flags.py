@@ -1,5 +1,5 @@
-"""Options on a command line: a flag for each field of `SamplingParams` and of `EngineConfig`, from
-what it says of itself."""
+"""Command-line options: a flag for each field of `SamplingParams` and `EngineConfig`, built from
+the field's own description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wedlm_jax.params import OPTIONS, SamplingParams
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 NOT_FLAGS = ("logit_bias",)
-"""Fields without a flag, since they hold a JSON object; records of a file have them."""
+"""Fields without a flag, as they hold a JSON object; records of a file may set them."""
 
 ENGINE_FLAGS = tuple(
     name
@@ -27,7 +27,7 @@ ENGINE_FLAGS = tuple(
 )
 """Fields of `EngineConfig` that have a flag."""
 SHARED = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic", "backup_masks")
-"""Of these, the ones that all engines of a benchmark share."""
+"""Those of `ENGINE_FLAGS` that all engines of a benchmark share."""
 FLAG_NAMES = {"max_batch_size": "batch_size"}
 """Fields whose flag has another name."""
 LLM_OPTIONS = ("model", *(FLAG_NAMES.get(name, name) for name in ENGINE_OPTIONS))
@@ -41,13 +41,13 @@ def flag(name: str) -> str:
 
 def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
     """Adds ``--window-size`` and a flag for each field of `SamplingParams`. A flag that is not
-    given is absent from what is parsed.
+    given is absent from the parsed options.
 
     Args:
-      instead: help of sampling fields that the command takes otherwise, by name.
+      instead: help texts that replace those of sampling fields, by name.
     """
     _add_engine_flag(group, "window_size", None)
-    # What changes most comes first.
+    # The mode changes most, so it comes first.
     for name in ["mode", *(name for name in OPTIONS if name not in ("mode", *NOT_FLAGS))]:
         option, default = OPTIONS[name], DEFAULTS[name]
         none = f"; none: {option.none}" if option.none and not isinstance(default, tuple) else ""
@@ -62,7 +62,7 @@ def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -
 def add_engine_options(
     group: Any, *, batch_size: str = "16", names: Sequence[str] = ("model", *ENGINE_FLAGS)
 ) -> None:
-    """Adds the flags of the model and of its engine, all but the window's.
+    """Adds the flags of the model and its engine, except the window's.
 
     Args:
       batch_size: the default of ``--batch-size``, for the help.
@@ -73,7 +73,7 @@ def add_engine_options(
             group.add_argument(
                 "--model",
                 metavar="DIR",
-                help="folder in Hugging Face format, a hub id or smollm2 [the embedded model]",
+                help="folder in Hugging Face format, hub id, or smollm2 [the embedded model]",
             )
         elif name != "window_size":
             _add_engine_flag(group, name, batch_size if name == "max_batch_size" else None)
@@ -97,12 +97,12 @@ def _add_engine_flag(group: Any, name: str, default: str | None) -> None:
     elif name == "chat_template_kwargs":
         group.add_argument(shown, type=_object, metavar="JSON", help=help_text)
     else:
-        # Without the flag it is None.
+        # The flag does not take "none": leaving it out means None.
         add_flag(group, shown, dataclasses.replace(option, none=None), value, help_text)
 
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of `LLM` among the parsed ``options``, by its names."""
+    """Returns the arguments of `LLM` among the parsed ``options``, under its names."""
     names = {FLAG_NAMES.get(name, name): name for name in ("model", *ENGINE_OPTIONS)}
     given = {names[one]: options[one] for one in LLM_OPTIONS if one in options}
     if "mesh" in given:
@@ -111,10 +111,10 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_flag(group: Any, name: str, option: Option, default: Any, help_text: str) -> None:
-    """Adds the flag of a field that holds a truth, a choice, a text, a number, or several."""
+    """Adds the flag of a field that holds a boolean, a choice, a text, a number, or several."""
     help_text = help_text.replace("%", "%%")
     if option.flag:
-        # What is on by default has --no-NAME, too.
+        # A flag that is on by default also has --no-NAME.
         action = argparse.BooleanOptionalAction if default else "store_true"
         group.add_argument(name, action=action, help=help_text)
     elif option.choices:
@@ -134,8 +134,8 @@ def add_flag(group: Any, name: str, option: Option, default: Any, help_text: str
 
 
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Returns the sampling parameters among the parsed ``options``; what these leave out is as the
-    model's `generation_config.json` advises, where ``generation_config`` says so."""
+    """Returns the sampling parameters among the parsed ``options``. If ``generation_config`` is
+    "auto", those not given come from the model's `generation_config.json`."""
     base = advised_params(options)
     try:
         given = {name: options[name] for name in OPTIONS if name in options}
@@ -148,7 +148,8 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def advised_params(options: Mapping[str, Any]) -> SamplingParams:
-    """Returns what the model among the parsed ``options`` advises, if they ask for it."""
+    """Returns the sampling parameters that the model advises, if the parsed ``options`` ask for
+    them; otherwise the defaults."""
     if options.get("generation_config") != "auto":
         return SamplingParams()
     from wedlm_jax.checkpoint.hf import read_generation_config
@@ -158,7 +159,7 @@ def advised_params(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def as_flag(message: str) -> str:
-    """Returns a message that begins with a field, with its flag instead."""
+    """Replaces the field at the beginning of a message by its flag."""
     name, colon, rest = message.partition(":")
     if name not in (*OPTIONS, *ENGINE_FLAGS):
         return message
@@ -166,7 +167,7 @@ def as_flag(message: str) -> str:
 
 
 def field_list(indent: str, width: int) -> str:
-    """Returns the names of all fields, as lines of a help text."""
+    """Returns the names of all sampling fields, as lines of a help text."""
     return textwrap.fill(", ".join(OPTIONS), width, initial_indent=indent, subsequent_indent=indent)
 
 
@@ -195,7 +196,7 @@ _mesh_axis.__name__ = "NAME=N"
 
 
 def _schema_in(given: str) -> str:
-    """Returns a JSON schema for argparse, given as text or as the name of a file."""
+    """Returns the JSON schema that a flag gives as text or as a file name."""
     try:
         in_line = given.lstrip().startswith("{")
         text = given if in_line else Path(given).read_text(encoding="utf-8")
@@ -215,5 +216,5 @@ def _number_or(kind: type, texts: Sequence[str]) -> Callable[[str], Any]:
             return None
         return text if text in texts else kind(text)
 
-    read.__name__ = " or ".join(["number", *map(repr, texts)])  # argparse says it in its message
+    read.__name__ = " or ".join(["number", *map(repr, texts)])  # for argparse's message
     return read

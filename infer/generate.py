@@ -1,4 +1,4 @@
-"""`wedlm generate`: complete one prompt, or millions from files."""
+"""`wedlm generate`: completes one prompt, or millions from files."""
 
 from __future__ import annotations
 
@@ -32,44 +32,45 @@ if TYPE_CHECKING:
     from wedlm_jax.text import Prompt
 
 DESCRIPTION = """\
-Completes a prompt, printing its text as it is committed; or, as a job that may be killed and
-given again, prompts in files, each of which gives one record of results.
+Completes one prompt and prints its text as it is committed; or runs a job over files of prompts
+that writes one record per prompt. A job that was killed continues when the same command is run
+again.
 """
 
 FILES = """\
---input takes files of JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet, and folders of them; or -,
-JSONL from a pipe. A record is an object. It has exactly one of
+--input takes JSONL (.jsonl, .jsonl.gz, .jsonl.zst) or Parquet files and folders of them, or - for
+JSONL from a pipe. A record is an object with exactly one of
   "prompt"            a text
   "prompt_token_ids"  a list of token ids; needs no tokenizer
   "messages"          [{"role": ..., "content": ...}, ...], through the chat template
-and may have
-  "id"                a text or an integer, unique; else it is the record's number, from 1
+and optionally
+  "id"                a unique text or integer; default: the record's number, from 1
   "tools"             [{...}, ...] and
   "chat_template_kwargs"  {"enable_thinking": false, ...}, for the chat template
-  "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, instead of the command
-                      line's values for this record. Fields:
+  "sampling"          {"temperature": 0.7, "stop": ["\\n"], ...}, which overrides the command
+                      line for this record. Fields:
 {fields}
   "window_size"       W of this record, at most --window-size; 0 decodes autoregressively
-  any other           is yours, and comes back in the record of the output
-Or it has the form of OpenAI's batch files, {"custom_id": ..., "url": ..., "body": {...}}; then its
-result has their form, too.
-In Parquet these keys are columns, where null means absent; "sampling" may be a text of JSON.
+  any other key       is copied to the output record
+A record may also have the form of OpenAI's batch files, {"custom_id": ..., "url": ...,
+"body": {...}}; its result then has that form, too.
+In Parquet these keys are columns, and null means absent; "sampling" may be JSON text.
 
-A record of the output has
+An output record has
   id, text, token_ids, finish_reason, num_forwards, num_token_instances, drafts, and your own
   keys
-  logprobs  if asked for: {"logprob": X, "top": [[token_id, X], ...]} for each token
-  samples   with n above 1: a list of all n, each with these fields but the id; the record's
-            own are those of the first
+  logprobs  if requested: {"logprob": X, "top": [[token_id, X], ...]} for each token
+  samples   with n above 1: a list of all n samples, each with these fields except id; the
+            fields of the record itself are those of the first sample
 or, if its prompt cannot be decoded,
   id (if it has one), error, line, and file (if there are several)
 
 --output is a .jsonl or .parquet file, or a folder of shards (rows-00000-of-00010.jsonl), each
-with a manifest, in the order of the input. Finished records are kept, for a file in
-OUTPUT.shards: a job that was stopped, even by SIGKILL, goes on when the same command is given
-again, with any --batch-size and --num-hosts, and gives the records that it would have given.
-SIGTERM finishes the records under way first. A record draws from a seed made of --seed and its
-id, unless it names its own. docs/batch.md tells more.
+with a manifest, in the order of the input. Finished records are kept (for a file, in
+OUTPUT.shards): a job that was stopped, even by SIGKILL, continues when the same command is run
+again, with any --batch-size and --num-hosts, and writes the same records as without the stop.
+SIGTERM finishes the records in progress first. A record samples with a seed derived from --seed
+and its id, unless it sets its own. See docs/batch.md.
 
 examples:
   wedlm generate --chat --prompt "Count from 12 to 40 in steps of 2."
@@ -94,12 +95,12 @@ JOB_OPTIONS = (
     "ray",
     "ray_actors",
 )
-"""What only a job with --input takes."""
+"""Options that only a job with --input takes."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser. An option that is not given is absent from the result: its default is
-    that of `LLM` or `SamplingParams`, in brackets in the help."""
+    """Returns the parser. Options that are not given are absent from the result; their defaults,
+    in brackets in the help, are those of `LLM` or `SamplingParams`."""
     result = CommandParser(
         prog="wedlm generate",
         usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "
@@ -112,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--prompt",
         metavar="TEXT",
-        help="the prompt; - reads it from standard input and drops the last line end",
+        help="the prompt; - reads it from standard input, without the final newline",
     )
     add(
         "--input",
@@ -124,20 +125,20 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--output",
         metavar="PATH",
-        help="with --input: the folder, or the .jsonl or .parquet file, to write; one that holds "
-        "results of another job is refused without --overwrite",
+        help="with --input: the folder, or .jsonl or .parquet file, to write; if it holds results "
+        "of another job, --overwrite is needed",
     )
     add(
         "--trace",
         metavar="FILE",
-        help="with --prompt: also write, as JSON, what every forward saw, filled, rejected and "
-        "committed; wedlm plot draws it",
+        help="with --prompt: also write what every forward saw, filled, rejected and committed, as "
+        "JSON; wedlm plot draws it",
     )
     add(
         "--chat",
         action="store_true",
         default=False,
-        help="take a prompt as a user's message, and put it through the chat template",
+        help="treat a prompt as a user message and apply the chat template",
     )
     add_engine_options(
         result.add_argument_group("model"), batch_size="16; 1 with --prompt, or as many as --n"
@@ -149,8 +150,8 @@ def parser() -> argparse.ArgumentParser:
         "--compile-only",
         action="store_true",
         default=False,
-        help="compile the decoder of --model, and of --drafter (folders, or recipes that state the "
-        "sizes) for --topology, say what it takes, and stop",
+        help="compile the decoder of --model and --drafter (folders, or recipes that state the "
+        "sizes) for --topology, report what it needs, and stop",
     )
     add(
         "--topology",
@@ -175,50 +176,50 @@ def _add_job(group: Any) -> None:
         default=False,
         help="also write the prompt's tokens, for `wedlm tokenize --format completions`",
     )
-    add("--shard-size", type=int, metavar="N", help="records in each shard [1000]")
+    add("--shard-size", type=int, metavar="N", help="records per shard [1000]")
     add(
         "--fail-fast",
         action="store_true",
-        help="check all records first, and stop at a bad one instead of noting its error",
+        help="check all records first, and stop at a bad one instead of recording its error",
     )
     add(
         "--max-errors",
         type=int,
         metavar="N",
-        help="stop with status 65 when more than N records of this run are bad; what is decoded is "
-        "kept [any number, unless the first 1,000 are all bad]",
+        help="stop with status 65 when more than N records of this run are bad; decoded records "
+        "are kept [no limit, unless the first 1,000 are all bad]",
     )
-    add("--overwrite", action="store_true", help="replace what the output holds of another job")
+    add("--overwrite", action="store_true", help="replace results of another job in the output")
     add(
         "--grace",
         type=float,
         metavar="X",
-        help="seconds after SIGTERM in which records under way may finish [20.0]",
+        help="seconds after SIGTERM in which records in progress may finish [20.0]",
     )
     add(
         "--num-hosts",
         metavar="N|auto",
-        help="how many processes share the job; auto: as many as were launched together [1]",
+        help="number of processes that share the job; auto: as many as were launched together [1]",
     )
     add(
         "--host-id",
         type=int,
         metavar="N",
-        help="which of these processes this is, from 0 [as it was launched]",
+        help="index of this process among them, from 0 [from the launcher]",
     )
     add(
         "--ray",
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="decode under Ray Data, in the cluster at ADDRESS, or else in one that is found or "
-        "begun",
+        help="decode with Ray Data on the cluster at ADDRESS; without it, on one that is found or "
+        "started",
     )
     add(
         "--ray-actors",
         type=int,
         metavar="N",
-        help="how many models decode under Ray [one for each accelerator]",
+        help="number of models that decode with Ray [one per accelerator]",
     )
 
 
@@ -234,7 +235,7 @@ def main(arguments: list[str]) -> int:
         check_trace(trace, options.get("n", 1))
         text = read_prompt(options["prompt"], sys.stdin)
         params = sampling_params(options)
-        # Two batch sizes and no more, so that every n from 2 on shares the program of 16.
+        # Only two batch sizes, so that every n above 1 shares the program for 16.
         llm = load({"batch_size": 1 if params.n == 1 else 16, **options})
         return complete_prompt(llm, text, params, chat=options["chat"], trace=trace)
     return _run_job(options)
@@ -256,7 +257,7 @@ def _run_job(options: dict[str, Any]) -> int:
     from infer.job.ray_job import RayCluster, run_with_ray
 
     if "model" in options and os.path.exists(options["model"]):
-        # Actors work in folders of their own.
+        # Actors have their own working directories.
         options = options | {"model": os.path.abspath(options["model"])}
     cluster = RayCluster(options["ray"], options.get("ray_actors"))
     return run_with_ray(job, partial(load, options), cluster)
@@ -272,20 +273,20 @@ def _check_combination(options: dict[str, Any]) -> None:
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
     if "input" in options and options.get("seed", 0) in (None, -1):
-        raise InputError("--seed: expected a number with --input: a restart gives the same records")
+        raise InputError("--seed: expected a number with --input, so that a restart can repeat it")
     if "trace" in options and "prompt" not in options:
         raise InputError("--trace goes with --prompt")
     if "prompt" in options and options["warmup"]:
-        raise InputError("--warmup goes with --input; --prompt compiles when it comes")
+        raise InputError("--warmup goes with --input; a --prompt is decoded at once")
     if "ray_actors" in options and "ray" not in options:
         raise InputError("--ray-actors goes with --ray")
     if "ray" in options and "num_hosts" in options:
-        raise InputError("--num-hosts does not go with --ray, which sees to the hosts itself")
+        raise InputError("--num-hosts does not go with --ray, which manages the hosts itself")
 
 
 def load(options: dict[str, Any]) -> LLM:
-    """Loads the model that the options name; with ``warmup`` compiles all that records with this
-    sampling need. Error messages name the option, not the argument."""
+    """Loads the model that the options name; with ``warmup``, compiles all that records with these
+    sampling parameters need. Error messages name the option, not the argument."""
     from wedlm_jax.llm import LLM
 
     given = engine_options(options)
@@ -302,13 +303,12 @@ def load(options: dict[str, Any]) -> LLM:
 
 
 def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:
-    """Notes that decoding is greedy, where the makers advise otherwise and nobody chose it."""
+    """Logs that decoding is greedy if the model advises sampling and the user chose neither."""
     found = llm.generation_config
     if found.samples and "generation_config" not in options and "temperature" not in options:
         advised = ", ".join(f"{name} {value}" for name, value in found.advised.items())
         notice(
-            "%s advises to sample (%s); tokens are the most likely ones, unless "
-            "--generation-config auto is given",
+            "%s advises sampling (%s); decoding is greedy unless --generation-config auto is given",
             *(found.path, advised),
         )
 
@@ -317,9 +317,9 @@ def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:
 
 
 def read_prompt(argument: str, stdin: TextIO) -> str:
-    """Returns the prompt given as ``--prompt``: itself, or for "-" what ``stdin`` holds.
+    """Returns the prompt given as ``--prompt``, or for "-" the contents of ``stdin``.
 
-    A shell ends what it pipes with a line end that nobody meant, so one is dropped.
+    A final newline is dropped: programs such as `echo` add one that nobody meant.
     """
     if argument != "-":
         return argument
@@ -331,22 +331,22 @@ def read_prompt(argument: str, stdin: TextIO) -> str:
 
 
 def check_trace(path: str | None, samples: int) -> None:
-    """Refuses, with an `InputError`, a trace that cannot be written, before anything is loaded."""
+    """Raises `InputError`, before anything is loaded, if the trace cannot be written."""
     if path is None:
         return
     if samples > 1:
-        raise InputError("--trace: expected --n 1, as a trace is of one sequence")
+        raise InputError("--trace: expected --n 1, as a trace shows one sequence")
     check_writable(Path(path), "--trace")
 
 
 def complete_prompt(
     llm: LLM, text: str, params: SamplingParams, *, chat: bool, trace: str | None = None
 ) -> int:
-    """Prints the completion on standard output as it is committed, or all samples of it when they
-    are done; then log-probabilities where they are asked for, and what it took, on standard error.
+    """Prints the completion on standard output as it is committed, or all its samples when they are
+    done; then, on standard error, log-probabilities if requested, and the figures.
 
     Args:
-      trace: a file to write the trace to.
+      trace: file to write the trace to.
     """
     prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
     compiled, started = llm.engine.compile_seconds, time.monotonic()
@@ -397,13 +397,13 @@ def _stream(
 
 
 def _print_logprobs(llm: LLM, completion: Completion) -> None:
-    """Prints a line for each token: its log-probability in nats, itself, and the most probable in
-    its place."""
+    """Prints a line for each token: its log-probability in nats, the token, and the most likely
+    tokens in its place."""
 
     def shown(token_id: int) -> str:
         if llm.codec is None:
             return str(token_id)
-        # A special token, such as that which ends a text, is no part of the text.
+        # A special token, such as the end of text, decodes to no text.
         text = llm.codec.decode([token_id]) or llm.tokenizer.convert_ids_to_tokens(token_id)
         return repr(text)
 

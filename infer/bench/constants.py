@@ -1,9 +1,9 @@
-"""Measures what a forward's matrix products and an empty burst cost on this machine, from which the
-speeds of another machine can be predicted.
+"""Measures the cost of a forward's matrix products and of an empty burst on this machine, from
+which the speeds of another machine can be predicted.
 
-The products of a forward over T tokens, which are the linear layers and the head without attention,
-norms, RoPE or sampling, take t(T). For one token t is the time of reading the weights, for many
-that of computing. If nothing else took time, decoding in F forwards of T tokens would take F t(T),
+The matrix products of a forward over T tokens (linear layers and head, without attention, norms,
+RoPE or sampling) take time t(T). For one token, t is the time to read the weights; for many, the
+time to compute. If nothing else took time, decoding in F forwards of T tokens would take F t(T),
 and two ways of decoding the same text would differ in speed by the ratio of these.
 """
 
@@ -30,10 +30,10 @@ from wedlm_jax.model.layers import DecoderLayer
 TOKENS = (1, 16, 256, 1024)
 """Tokens of the forwards whose products are timed."""
 TURNS, SECONDS, ROUNDS = 16, 0.5, 3
-"""One call computes the products up to 16 times, so that the call itself counts for little, but for
-about half a second at most. The fastest of three calls counts."""
+"""One call computes the products up to 16 times, for at most about half a second, so that the
+overhead of the call is small. The fastest of three calls counts."""
 LONGEST = 10.0
-"""Seconds that the products of one forward may be expected to take; larger ones are not timed."""
+"""Seconds; forwards whose products are expected to take longer are not timed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Constants:
     Attributes:
       tokens: T of the forwards that were timed, ascending.
       milliseconds: t(T) of each.
-      weight_bytes: of all matrices that a token is multiplied with.
-      flops_per_token: floating-point operations of these products.
+      weight_bytes: bytes of all matrices that a token is multiplied with.
+      flops_per_token: floating-point operations of these products, per token.
       empty_burst: milliseconds of a burst of no forwards, from the host to the device and back.
     """
 
@@ -107,8 +107,8 @@ def products(
 
     def turn(_: Array, logits: Array) -> Array:
         # Each turn needs the one before it, or the compiler would run only one.
-        own = x + (logits[:1, :1] * 1e-9).astype(x.dtype)
-        return model.logits(_through_layers(model, own))
+        inputs = x + (logits[:1, :1] * 1e-9).astype(x.dtype)
+        return model.logits(_through_layers(model, inputs))
 
     return jax.lax.fori_loop(0, turns, turn, logits)
 
@@ -150,10 +150,10 @@ def constants_table(found: Constants) -> Table:
 
 
 def by_products(found: Constants, one: Sequence[int], other: Sequence[int]) -> float:
-    """Returns the speed-up of one way of decoding over another if products alone took time.
+    """Returns the speed-up of one way of decoding over another if only products took time.
 
     Args:
-      one, other: forwards, and tokens in them, of each.
+      one, other: number of forwards of each way, and number of tokens in all of them.
     """
 
     def milliseconds_of(forwards: int, tokens: int) -> float:

@@ -1,6 +1,6 @@
-"""Verified decoding against autoregressive decoding: how many completions are not the same.
+"""Verified decoding against autoregressive decoding: how many completions differ.
 
-Where one is not, how close AR's two best tokens were at the first place that differs says why:
+Where one differs, the margin between AR's two most likely tokens at the first difference says why:
 only ties within rounding may go another way.
 """
 
@@ -25,16 +25,16 @@ from wedlm_jax.params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """Completions of one way of decoding beside those of AR.
+    """Completions of one way of decoding, compared with AR's.
 
     Attributes:
       way: AR, a window in mode verified, or drafts from the text.
       dtype: dtype of weights and cache.
-      prompts, tokens: that were completed, and of the completions.
+      prompts, tokens: number of prompts, and of tokens in their completions.
       tokens_per_forward: tokens per forward of these completions.
-      differ: completions that are not those of AR.
-      median_margin, largest_margin: nats between AR's two best tokens where completions first
-        differ; of AR itself at all places. None where there is no such place.
+      differ: number of completions that differ from AR's.
+      median_margin, largest_margin: nats between AR's two most likely tokens where completions
+        first differ; for AR itself, at all places. None if there is no such place.
     """
 
     way: str
@@ -54,8 +54,9 @@ def compare_identity(
     reports AR's own figures first.
 
     Args:
-      options: parsed options; ``draft`` "masks" and "both" use the windows, the others copy from
-        the text, and None is what the model knows; ``prompts`` counts those of all regimes.
+      options: parsed options. With ``draft`` "masks" and "both" the windows are used, other values
+        copy from the text, and None chooses what the model supports. ``prompts`` is the number of
+        prompts of all regimes together.
     """
     ways = _ways(options["window_size"], options["draft"], masks=subject.config.knows_masks)
     if not ways:
@@ -81,7 +82,7 @@ def _agreements(
     batch_size: int,
 ) -> Iterator[Agreement]:
     """Yields AR's figures and those of every way. A deterministic engine is compared with itself:
-    its shape follows from its window, so AR is decoded again in the engine of each way."""
+    its shape depends on its window, so AR is decoded again in the engine of each way."""
 
     def decode(way: Way, engine_of: Way) -> list[Completion]:
         engine = subject.engine(engine_of.window, batch_size, lookup=engine_of.lookup)
@@ -113,14 +114,14 @@ def _ways(windows: Sequence[int | str], drafts: Sequence[str] | None, *, masks: 
         ways += [
             Way(f"{way.name}, both", way.window, MOST_LOOKUP, draft="both") for way in drafting
         ]
-    # Without windows: what is copied alone.
+    # Drafts that are copied need no window.
     return ways + draft_ways(drafts, masks=False)[1:]
 
 
 def first_differences(
     expected: Sequence[Completion], found: Sequence[Completion]
 ) -> dict[int, int]:
-    """Returns, by the number of each completion that differs, the first place where it does."""
+    """Returns the first place where each differing completion differs, by its number."""
     places = {}
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         pairs = itertools.zip_longest(one.token_ids, other.token_ids)
@@ -131,7 +132,7 @@ def first_differences(
 
 
 def _margin(completion: Completion, place: int) -> float:
-    """Returns nats between the two most probable tokens of a place."""
+    """Returns the nats between the two most likely tokens of a place."""
     assert completion.logprobs is not None
     (_, best), (_, second) = completion.logprobs[place].top[:2]
     return best - second
@@ -163,9 +164,9 @@ def identity_table(agreements: Sequence[Agreement]) -> Table:
     rows = [
         {
             "way": one.way,
-            "that differ": f"{one.differ} ({one.differ / one.prompts:.1%})" if one.differ else "0",
+            "differ": f"{one.differ} ({one.differ / one.prompts:.1%})" if one.differ else "0",
             "nats there, median": one.median_margin,
-            "at most": one.largest_margin,
+            "largest": one.largest_margin,
             "tokens / forward": f"{one.tokens_per_forward:.2f}",
         }
         for one in others
@@ -173,5 +174,5 @@ def identity_table(agreements: Sequence[Agreement]) -> Table:
     return table(
         f"{ar.prompts:,} completions, {ar.tokens:,} tokens by AR, {ar.dtype}",
         rows,
-        f"between AR's two best tokens: {ar.median_margin or 0:.3g} nats, the median of all places",
+        f"AR's two most likely tokens: {ar.median_margin or 0:.3g} nats apart (median)",
     )

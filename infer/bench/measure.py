@@ -28,15 +28,15 @@ FILE_WIDTH = 150
 
 
 def status(title: str) -> Status:
-    """Returns what shows in a terminal what is being done: a context manager with `update`."""
+    """Returns a context manager, with `update`, that shows progress in a terminal."""
     return Console(stderr=True, markup=False).status(title, refresh_per_second=2)
 
 
 def by_turns(ways: Mapping[str, Callable[[], T]], passes: int, title: str) -> dict[str, list[T]]:
-    """Calls each way once, which compiles, and then all of them by turns.
+    """Calls each way once, which compiles, and then all of them in turn, once per pass.
 
     Returns:
-      what each returned: first of the call that compiled, then of each pass.
+      the results of each way: that of the call that compiled, then that of each pass.
     """
     made: dict[str, list[T]] = {name: [] for name in ways}
     with status(title) as shown:
@@ -49,7 +49,7 @@ def by_turns(ways: Mapping[str, Callable[[], T]], passes: int, title: str) -> di
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """Measures until the arrays that a call returns are there."""
+    """Times a call until the arrays that it returns are ready."""
     started = time.perf_counter()
     jax.block_until_ready(call())
     return (time.perf_counter() - started) * 1e3
@@ -59,7 +59,7 @@ class Report:
     """Prints tables and writes figures as they come.
 
     Args:
-      output: a JSON file, whole after every addition; None for no file.
+      output: a JSON file, complete after every addition; None for no file.
     """
 
     def __init__(self, output: str | None):
@@ -71,7 +71,7 @@ class Report:
         self._console = Console(highlight=False, markup=False, width=width)
 
     def add(self, name: str, records: Iterable[Any], shown: Table | str | None = None) -> None:
-        """Writes records, dataclasses or mappings, under a name; prints what is shown of them."""
+        """Writes records (dataclasses or mappings) under a name; prints ``shown``."""
         self._figures.setdefault(name, []).extend(
             dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one  # type: ignore[arg-type]
             for one in records
@@ -83,8 +83,8 @@ class Report:
 
 
 def table(title: str, rows: Sequence[Mapping[str, Any]], caption: str | None = None) -> Table:
-    """Makes a table of mappings; the keys of the first are its heads, a row's first value is its
-    name, and of a list the median is shown."""
+    """Makes a table of mappings. The keys of the first are the headings, a row's first value is its
+    name, and a list is shown as its median."""
     made = Table(box=box.SIMPLE, title=title, caption=caption)
     for place, head in enumerate(rows[0]):
         shown = "" if head == "way" else head
@@ -121,7 +121,7 @@ def machine() -> dict[str, Any]:
 
 
 def num_cores() -> int:
-    """Counts the processor cores that this process may use, where the system tells."""
+    """Counts the processor cores that this process may use, if the system reports them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,10 +1,10 @@
-"""`wedlm bench --predict`: what windows would be worth on TPUs that are not here.
+"""`wedlm bench --predict`: whether windows would pay on TPUs that are not here.
 
-A prediction, from the compiled program and the chips' published figures; nothing is run. Whether
-windows pay depends on two numbers. One is the chip's: how long a forward with windows takes, in AR
-forwards. It is predicted here. The other is the text's: how many tokens such a forward commits. It
-is measured anywhere, since it depends on no machine (`wedlm bench`, tokens / forward). Windows pay
-where the second is greater than the first.
+The prediction uses the compiled program and the chips' published figures; nothing is run. Whether
+windows pay depends on two numbers. One depends on the chip: how many AR forwards a forward with
+windows costs. It is predicted here. The other depends on the text: how many tokens such a forward
+commits. It can be measured on any machine (`wedlm bench`, tokens / forward). Windows pay where the
+second is greater than the first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from wedlm_jax.aot.topology import describe_topology
 from wedlm_jax.errors import InputError
 
 MODEL_LEN = 1536
-"""Tokens of the texts after which a forward is predicted."""
+"""Length of the texts, in tokens, in the predicted forward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Prediction:
     """A forward of full windows after texts of full length.
 
     Attributes:
-      sequences, window: how many decode together, and W; 0 for AR.
+      sequences, window: number of sequences that decode together, and W; 0 for AR.
       tokens: tokens of a replica's forward.
-      peak_gib: memory of a chip, by the compiler.
+      peak_gib: peak memory of a chip in GiB, from the compiler.
       bound: what limits the forward: compute, memory or network.
       milliseconds: the expected time of the forward.
     """
@@ -52,7 +52,7 @@ class Prediction:
 
 
 def predict(options: Mapping[str, Any], report: Report) -> None:
-    """Compiles each window at each number of sequences, and reports what a forward would take."""
+    """Compiles each window for each number of sequences, and reports what a forward would take."""
     if "model" not in options:
         raise InputError("--predict needs --model: a folder, or a recipe with its sizes")
     topology, asked = options["predict"], options["window_size"]
@@ -66,7 +66,7 @@ def predict(options: Mapping[str, Any], report: Report) -> None:
             "--window-size 0"
         )
     replicas = decode_mesh(model, describe_topology(topology)).shape["data"]
-    # Replicas have the same number of sequences each.
+    # Each replica has the same number of sequences.
     for sequences in dict.fromkeys(-(-n // replicas) * replicas for n in options["batch_size"]):
         found = []
         for window in sorted({0, *asked}):
@@ -89,7 +89,7 @@ def predict(options: Mapping[str, Any], report: Report) -> None:
 
 
 def predicted_table(topology: str, found: Sequence[Prediction]) -> Any:
-    """Makes a table of one number of sequences; the first row is AR's."""
+    """Makes the table for one number of sequences; the first row is AR's."""
     ar = found[0]
     rows = [
         {

@@ -1,5 +1,5 @@
-"""Decoding by transformers, on PyTorch: AR, with its own prompt lookup, and mode "paper" by whole
-forwards without a cache. The same weights, the same prompts."""
+"""Decoding with transformers (PyTorch): AR, its prompt lookup, and mode "paper" by whole forwards
+without a cache, with the same weights and prompts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ RIVALS = ("transformers",)
 RIVAL = "transformers, AR"
 RIVAL_LOOKUP = "transformers, lookup"
 RIVAL_RECOMPUTE = "transformers, recomputed"
-"""Names in tables: its plain decoding, its prompt lookup, and mode "paper" without a cache."""
+"""Names in tables: plain decoding, prompt lookup, and mode "paper" without a cache."""
 LOOKUP_TOKENS = 10
-"""Drafts of its lookup, the number in its documentation."""
+"""Number of drafts of its lookup, as in its documentation."""
 
 
 def check_rival() -> None:
@@ -34,7 +34,7 @@ class Rival:
     """A model of transformers that decodes greedily, on the CPU.
 
     Args:
-      subject: whose weights are taken; for random weights the same shape, with others.
+      subject: model whose weights are used; if they are random, only its shape is.
 
     Attributes:
       forwards: forwards of all batches so far, those of prompts included.
@@ -55,7 +55,7 @@ class Rival:
         self._model = model.eval()
         self.forwards = 0
         self._model.register_forward_hook(self._count)
-        # What a checkpoint may say of sampling does not count here.
+        # Decoding is greedy, even if the checkpoint advises sampling.
         self._model.generation_config = type(model.generation_config)()
 
     def decode(
@@ -66,25 +66,25 @@ class Rival:
         sequences: int,
         lookup: bool = False,
     ) -> list[list[int]]:
-        """Completes prompts greedily, ``sequences`` at a time in their order, padded on the left.
+        """Completes prompts greedily in order, ``sequences`` at a time, padded on the left.
 
         Args:
-          lookup: drafts come from the text; transformers does that for one sequence at a time.
+          lookup: whether drafts come from the text; transformers supports one sequence at a time.
 
         Returns:
-          the tokens of each, an end of text included, as `Completion.token_ids`.
+          the tokens of each completion, its end of text included, as in `Completion.token_ids`.
         """
         answers: list[list[int]] = []
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
         for start in range(0, len(prompts), sequences):
-            some = prompts[start : start + sequences]
-            answers += self._generate(some, max_tokens, self._config.eos_token_ids, **options)
+            batch = prompts[start : start + sequences]
+            answers += self._generate(batch, max_tokens, self._config.eos_token_ids, **options)
         return answers
 
     def recompute(
         self, prompts: Sequence[Sequence[int]], *, window: int, params: SamplingParams
     ) -> list[list[int]]:
-        """Completes prompts in mode "paper", greedily, one after the other, without a cache: each
+        """Completes prompts greedily in mode "paper", one after another, without a cache: each
         forward runs over the whole text and its window, as diffusion decoders without a causal
         window have to.
 
@@ -93,7 +93,7 @@ class Rival:
           params: max_tokens, entropy_threshold and position_penalty.
 
         Returns:
-          the tokens of each, an end of text included, as `Completion.token_ids`.
+          the tokens of each completion, its end of text included, as in `Completion.token_ids`.
         """
         return [self._recompute(prompt, window, params) for prompt in prompts]
 
@@ -127,14 +127,14 @@ class Rival:
     def _predict_last(
         self, ids: Sequence[int | None], positions: Sequence[int], count: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the entropy and the most probable token of each of the last ``count`` rows."""
+        """Returns the entropy and the most likely token of each of the last ``count`` rows."""
         import torch
 
         with torch.inference_mode():
             inputs = torch.tensor([ids])
             out = self._model(
                 input_ids=inputs,
-                # Without it, transformers reads jumps of the positions as bounds of packed texts.
+                # Without a mask, transformers takes jumps in positions for packed texts.
                 attention_mask=torch.ones_like(inputs),
                 position_ids=torch.tensor([positions]),
                 use_cache=False,
@@ -149,7 +149,7 @@ class Rival:
         self.forwards += 1
 
     def milliseconds_per_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Measures a forward that adds a token to every prompt, the prompts' own apart."""
+        """Times a forward that adds a token to every prompt, not counting prefill."""
         times = []
         for count in (1, tokens + 1):
             started = time.perf_counter()
@@ -194,7 +194,7 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def config_for_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Returns the ``config.json`` of a model for transformers, which has no type "wedlm"."""
+    """Returns a model's ``config.json`` for transformers, which does not know the type "wedlm"."""
     try:
         return with_model_type(config_to_hf(config, dtype=dtype), STOCK, config)
     except InputError as error:

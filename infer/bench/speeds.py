@@ -1,4 +1,4 @@
-"""Tokens a second of a regime's questions, by how and with how many others they are decoded."""
+"""Measures tokens per second on a regime's questions, by way of decoding and batch size."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from wedlm_jax.generation import Generation
 from wedlm_jax.params import SamplingParams
 
 SHORT_PASS = 1.0
-"""Seconds of a pass below which a moment's other work of the machine decides."""
+"""Seconds; the figures of a shorter pass depend on what else the machine is doing."""
 
 
 class Way(NamedTuple):
-    """A way to decode: its name, the window and the most copied drafts of its engine, and the
-    mode and the drafts that are asked for."""
+    """A way to decode: its name, its engine's window and maximum number of copied drafts, and the
+    mode and draft source that are requested."""
 
     name: str
     window: int | str
@@ -40,7 +40,7 @@ class Way(NamedTuple):
     draft: str = "auto"
 
     def work(self, prompts: Sequence[list[int]], params: SamplingParams) -> Work:
-        """Returns the prompts as work; each draws with a seed of its own."""
+        """Returns the prompts as work, each with its own seed."""
         params = dataclasses.replace(params, mode=self.mode, draft=self.draft)
         return [(ids, dataclasses.replace(params, seed=n)) for n, ids in enumerate(prompts)]
 
@@ -49,17 +49,17 @@ AR = Way("AR", 0, draft="none")
 
 
 def window_ways(windows: Sequence[int | str], modes: Sequence[str]) -> list[Way]:
-    """Lists each window in each mode; AR, which knows no modes, once and first."""
+    """Lists each window in each mode; AR, which has no modes, once and first."""
     every = [(window, mode) for mode in modes for window in windows if window != 0]
     ways = [Way(f"W = {window}, {mode}", window, mode=mode) for window, mode in every]
     return [AR, *ways] if 0 in windows else ways
 
 
 def draft_ways(drafts: Sequence[str], *, masks: bool) -> list[Way]:
-    """Lists AR and mode verified with drafts from each origin, values of ``SamplingParams.draft``.
+    """Lists AR, then mode verified with each draft source (a value of ``SamplingParams.draft``).
 
     Args:
-      masks: whether the model was trained on them; one that was not has none that draft.
+      masks: whether the model was trained on masks; if not, sources with masks are left out.
     """
     names = {"masks": "masks", "lookup": "lookup, always", "both": "both", "auto": "auto"}
     window = "auto" if masks else 0
@@ -73,14 +73,14 @@ class Speed:
 
     Attributes:
       way, regime: names.
-      sequences: that decode together.
+      sequences: number of sequences that decode together.
       prompts, tokens, forwards: counts of one pass over all prompts.
-      seconds: wall-clock of each timed pass, prompts included, compiling not.
-      compile_seconds: spent on compiling, less what was kept from earlier runs.
-      drafts: checked and accepted in one pass, by where they came from.
-      computed: forwards of the device in one pass, and real tokens in them, prompts' included;
-        None for a rival's.
-      by_products: how many times as fast as the first way it would be by matrix products alone.
+      seconds: wall-clock time of each timed pass, with prompts, without compiling.
+      compile_seconds: time spent compiling; programs kept from earlier runs are not compiled again.
+      drafts: drafts checked and accepted in one pass, by source.
+      computed: forwards of the device in one pass, and real tokens in them, with those of prompts;
+        None for a rival.
+      by_products: speed-up over the first way if only matrix products took time.
     """
 
     way: str
@@ -114,7 +114,7 @@ class _Pass(NamedTuple):
 def compare_windows(
     subject: Subject, regimes: Regimes, options: Mapping[str, Any], report: Report
 ) -> None:
-    """Measures AR and windows; reports one regime at one number of sequences at a time."""
+    """Measures AR and windows; reports each regime at each number of sequences as it is done."""
     measured: list[Speed] = []
     ways = window_ways(options["window_size"], options["mode"])
     for speeds in _speeds(subject, regimes, ways, options, report):
@@ -127,7 +127,7 @@ def compare_windows(
 def compare_drafts(
     subject: Subject, regimes: Regimes, options: Mapping[str, Any], report: Report
 ) -> None:
-    """Measures AR and drafts from each origin, in the same way."""
+    """Measures AR and each draft source, in the same way."""
     ways = draft_ways(options["draft"], masks=subject.config.knows_masks)
     for speeds in _speeds(subject, regimes, ways, options, report):
         report.add("drafts", speeds, speed_table(speeds))
@@ -140,7 +140,7 @@ def _speeds(
     options: Mapping[str, Any],
     report: Report,
 ) -> Iterator[list[Speed]]:
-    """Yields the speeds of all ways and of the rival's. Reports the machine's constants before."""
+    """Yields the speeds of all ways and of the rival. Reports the machine's constants first."""
     rival, passes = options["rival"], options["passes"]
     constants: Constants | None = None
     for sequences in options["batch_size"]:
@@ -170,7 +170,7 @@ def _speeds(
 
 
 def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence[_Pass]) -> Speed:
-    """Returns the speed of the timed passes: of all but the first, which compiled."""
+    """Returns the speed over the timed passes: all but the first, which compiled."""
     last = passes[-1]
     return Speed(
         way,
@@ -189,7 +189,7 @@ def _speed(way: str, regime: str, sequences: int, prompts: int, passes: Sequence
 def _with_expected(speed: Speed, first: Speed, constants: Constants) -> Speed:
     if speed.computed is None or first.computed is None or speed is first:
         return speed
-    if len(constants.tokens) < 2:  # nothing is known of forwards over several tokens
+    if len(constants.tokens) < 2:  # no forward over several tokens was timed
         return speed
     expected = by_products(constants, speed.computed, first.computed)
     return dataclasses.replace(speed, by_products=expected * speed.tokens / max(first.tokens, 1))
@@ -203,7 +203,7 @@ def completions_of(subject: Subject, engine: Engine, work: Work) -> list[Complet
 
 
 def _decode(subject: Subject, engine: Engine, work: Work) -> _Pass:
-    """Decodes all prompts, none of whose prefixes is cached. Compiling is not counted."""
+    """Decodes all prompts without cached prefixes. Compiling is not counted."""
     engine.scheduler.forget_prefixes()
     counted = engine.device.counters.copy()
     compiled, started = engine.compile_seconds, time.perf_counter()
@@ -224,8 +224,8 @@ def _rival_runs(
     ways: Sequence[Way],
     params: SamplingParams,
 ) -> dict[str, Callable[[], _Pass]]:
-    """Returns the rival's passes by name: AR and, one sequence at a time, its prompt lookup if a
-    way copies drafts, and whole forwards without a cache if a way is of mode "paper"."""
+    """Returns the rival's passes by name: AR and, for one sequence at a time, its prompt lookup if
+    a way copies drafts, and whole forwards without a cache if a way is in mode "paper"."""
     plain = partial(rival.decode, prompts, max_tokens=params.max_tokens, sequences=sequences)
     runs: dict[str, Callable[[], _Pass]] = {}
     runs[RIVAL] = partial(_time_rival, rival, plain, alone=False)
@@ -242,9 +242,9 @@ def _rival_runs(
 def _time_rival(
     rival: Rival, decode: Callable[[], list[list[int]]], *, alone: bool = True
 ) -> _Pass:
-    """Times a pass of the rival. ``alone``: sequences decode one after the other, so that its
-    forwards can be counted; a forward of a batch counts once for each sequence that has not ended,
-    which in AR is once per token."""
+    """Times a pass of the rival. With ``alone``, sequences decode one after another, and forwards
+    are counted; otherwise a batch's forward counts once for each sequence that has not ended, which
+    in AR is once per token."""
     before, started = rival.forwards, time.perf_counter()
     answers = decode()
     seconds = time.perf_counter() - started
@@ -253,7 +253,7 @@ def _time_rival(
 
 
 def speed_table(speeds: Sequence[Speed]) -> Table:
-    """Makes a table of the speeds of one comparison, beside the first of them."""
+    """Makes a table of the speeds of one comparison, with ratios to the first."""
     first = speeds[0]
     rows = [
         {
@@ -262,7 +262,7 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             f"against {first.way}": _spread(ratios_by_turns(speed, first)),
             "by products": f"{speed.by_products:.2f}×" if speed.by_products else "",
             "tokens / forward": f"{speed.tokens / max(speed.forwards, 1):.2f}",
-            "drafts right": ", ".join(_right(speed.drafts)),
+            "drafts accepted": ", ".join(_right(speed.drafts)),
             "compiling, s": f"{speed.compile_seconds:.0f}" if speed.compile_seconds else "",
         }
         for speed in speeds
@@ -271,12 +271,12 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
         f"{first.regime.replace('_', ' ')}, {first.sequences} at a time, {first.prompts} prompts"
     )
     shortest = min(statistics.median(speed.seconds) for speed in speeds)
-    short = f"passes of {shortest:.1f} s say little: more --prompts make them longer"
+    short = f"passes of {shortest:.1f} s are too short to trust: more --prompts make them longer"
     return table(title, rows, caption=short if shortest < SHORT_PASS else None)
 
 
 def _spread(ratios: Sequence[float]) -> str:
-    """Writes the median, and the least and the greatest of several."""
+    """Formats the median of several ratios, with the smallest and the largest."""
     median = f"{statistics.median(ratios):.2f}×"
     least, most = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
     return median if least == most else f"{median} ({least}–{most})"
@@ -290,15 +290,15 @@ def _right(drafts: Mapping[str, int]) -> Iterator[str]:
 
 
 def draw_speeds(speeds: Sequence[Speed], path: Path) -> None:
-    """Draws tokens per second by sequences that decode together, a line each, a panel a regime."""
+    """Draws tokens per second by number of sequences: a line per way, a panel per regime."""
     regimes = list(dict.fromkeys(speed.regime for speed in speeds))
     figure = new_figure(5.5 * len(regimes), 4.5)
     ticks = sorted({speed.sequences for speed in speeds})
     panels = figure.subplots(1, len(regimes), squeeze=False)[0]
     for axes, regime in zip(panels, regimes, strict=True):
-        some = [speed for speed in speeds if speed.regime == regime]
-        for way in dict.fromkeys(speed.way for speed in some):
-            points = [(s.sequences, s.tokens_per_second) for s in some if s.way == way]
+        shown = [speed for speed in speeds if speed.regime == regime]
+        for way in dict.fromkeys(speed.way for speed in shown):
+            points = [(s.sequences, s.tokens_per_second) for s in shown if s.way == way]
             style = "--" if "verified" in way else ":" if "transformers" in way else "-"
             axes.plot(*zip(*points, strict=True), style, marker="o", label=way)
         axes.set(

@@ -1,4 +1,4 @@
-"""What is measured: a model, engines that share its weights, and the questions they are asked."""
+"""What is measured: a model, engines that share its weights, and questions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from wedlm_jax.records.questions import Question, read_questions
 from wedlm_jax.text import TextCodec
 
 Work: TypeAlias = list[tuple[list[int], SamplingParams]]
-"""Prompts, and how each is decoded."""
+"""Prompts, each with its sampling parameters."""
 
 Regimes: TypeAlias = Mapping[str, Sequence[Question]]
 """Questions by regime."""
@@ -43,7 +43,7 @@ class Subject:
       folder: its checkpoint; None for random weights.
       codec: its tokenizer, if it has one.
       dtype: dtype of weights and cache.
-      options: options of every engine: those of `SHARED` that were given.
+      options: options of every engine: the given ones among `SHARED`.
     """
 
     model: Transformer
@@ -58,7 +58,7 @@ class Subject:
 
     def engine(self, window: int | str, sequences: int, **options: Any) -> Engine:
         """Makes an engine that decodes up to ``sequences`` at once; ``options`` are more fields of
-        `EngineConfig`. No drafts are copied from texts unless these say so."""
+        `EngineConfig`. Unless they set ``lookup``, no drafts are copied from the text."""
         options = {"lookup": 0, **self.options, **options}
         config = EngineConfig(window_size=window, max_batch_size=sequences, **options)
         if self.codec is None:
@@ -68,7 +68,7 @@ class Subject:
         return Engine(self.model, config, known_tokens=self.codec.token_ids, grammars=grammars)
 
     def ask(self, question: Question, *shots: Question) -> list[int]:
-        """Returns the token ids of a question, after others with their answers."""
+        """Returns the token ids of a question, preceded by other questions and their answers."""
         if self.codec is None:
             raise InputError(f"{self.folder or 'random weights'}: no tokenizer for the questions")
         with question.named():
@@ -83,25 +83,25 @@ def _turns(question: Question) -> Sequence[Any]:
 
 
 def held_as(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the dtype of weights, and the options of engines, among parsed options."""
-    own = {name: options[name] for name in SHARED if name in options}
-    check_quantization(own.get("quantization"))
-    return own.get("dtype") or ("float32" if runs_apart() else "bfloat16"), own
+    """Returns the dtype of the weights, and the engine options among parsed options."""
+    shared = {name: options[name] for name in SHARED if name in options}
+    check_quantization(shared.get("quantization"))
+    return shared.get("dtype") or ("float32" if runs_apart() else "bfloat16"), shared
 
 
 def load_subject(options: Mapping[str, Any]) -> Subject:
-    """Loads the checkpoint among parsed options as `wedlm_jax.llm.LLM` loads it."""
-    dtype, own = held_as(options)
+    """Loads the checkpoint that parsed options name, as `wedlm_jax.llm.LLM` loads it."""
+    dtype, shared = held_as(options)
     folder = find_model(options.get("model"))
     weights = load_checkpoint(
         folder,
         dtype=jnp.dtype(dtype),
         stacked=not runs_apart(),
-        quantization=own.get("quantization"),
+        quantization=shared.get("quantization"),
     )
-    if own.get("drafter") is not None:
-        weights = with_drafter(weights, open_checkpoint(folder), own["drafter"])
-    return Subject(weights, folder, TextCodec.load(tokenizer_folder(folder)), dtype, own)
+    if shared.get("drafter") is not None:
+        weights = with_drafter(weights, open_checkpoint(folder), shared["drafter"])
+    return Subject(weights, folder, TextCodec.load(tokenizer_folder(folder)), dtype, shared)
 
 
 def regimes_of(options: Mapping[str, Any]) -> Regimes:

@@ -24,18 +24,17 @@ if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
 
 DESCRIPTION = """\
-Talks with a model. Its answers appear as they are committed; what was said before stays in the
-cache, so that a turn computes its new tokens alone.
+Chats with a model. Answers appear as they are committed; earlier turns stay in the cache, so that
+each turn computes only its new tokens.
 """
 
 NOTES = """\
-A line that begins with a slash is for the program: /help lists them. Ctrl-C stops an answer,
-Ctrl-D ends. Lines may come from a pipe: each is a message, and one that ends in a backslash goes
-on in the next. Answers go to standard output, all else to standard error. --max-tokens ends an
-answer that nobody is there to stop.
+A line that begins with a slash is a command; /help lists them. Ctrl-C stops an answer, Ctrl-D ends
+the chat. Input may come from a pipe: each line is a message, and a line that ends in a backslash
+continues on the next. Answers go to standard output, everything else to standard error.
 
-An answer may fill the context, unless --max-tokens says less. A model without a chat template
-completes each message by itself.
+An answer may fill the context; --max-tokens limits it when nobody is there to stop it. A model
+without a chat template completes each message on its own.
 
 examples:
   wedlm chat
@@ -43,9 +42,9 @@ examples:
   echo "Count from 12 to 40 in steps of 2." | wedlm chat
 """
 
-WELCOME = "/help lists what you can say besides; Ctrl-D ends."
+WELCOME = "/help lists the commands; Ctrl-D ends."
 EMPTY = "an empty answer"
-NO_TEMPLATE = "this checkpoint has no chat template: each message is completed by itself"
+NO_TEMPLATE = "this checkpoint has no chat template: each message is completed on its own"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=NOTES,
         argument_default=argparse.SUPPRESS,
     )
-    result.add_argument("--system", metavar="TEXT", help="the system's message [none]")
+    result.add_argument("--system", metavar="TEXT", help="the system message [none]")
     add_engine_options(result.add_argument_group("model"), batch_size="1")
-    instead = {"max_tokens": "the most tokens of an answer [all that the context has room for]"}
+    instead = {"max_tokens": "maximum tokens of an answer [as many as fit into the context]"}
     add_decoding_options(result.add_argument_group("decoding"), instead)
     return result
 
@@ -88,14 +87,13 @@ def main(arguments: list[str]) -> int:
 
 def _check(options: dict[str, Any]) -> None:
     if options.get("n", 1) > 1:
-        raise InputError("--n: a conversation has one answer to a message")
+        raise InputError("--n: a conversation has one answer per message")
     if options.get("logprobs") is not None:
         raise InputError("--logprobs: wedlm generate shows them, a conversation does not")
 
 
 def banner(llm: LLM) -> str:
-    """Returns the first line: which model answers, how much it can keep in mind, and what else can
-    be said."""
+    """Returns the first line: the model's name, the length of its context, and how to get help."""
     context = counted(llm.engine.max_model_len, "token")
     return f"{Path(llm.name).name}, a context of {context}. {WELCOME}"
 
@@ -116,28 +114,28 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
         except EOFError:
             return
         except CompilingInterrupted:
-            raise  # in the middle of an answer, after which the engine is of no use
+            raise  # in the middle of an answer: the engine cannot be used any more
         except KeyboardInterrupt:
-            _tell("Ctrl-D ends the chat.")  # a line was given up
+            _tell("Ctrl-D ends the chat.")  # a line was cancelled
         except InputError as error:
             _tell(str(error))
 
 
 def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
-    """Prints an answer as it comes, then what it took; None answers the last message again."""
+    """Prints an answer as it comes, then its figures; None answers the last message again."""
     engine, completion = llm.engine, None
     answer = conversation.retry if message is None else partial(conversation.answer, message)
     compiled, started = engine.compile_seconds, time.monotonic()
     written = ""
 
     def end_line() -> None:
-        """Ends a line of the answer in a terminal, so that a notice does not stand in it."""
+        """Ends the answer's line in a terminal, so that a notice begins on a new one."""
         if written and not written.endswith("\n") and sys.stdout.isatty():
             print(flush=True)
 
     if isinstance(notice := engine.device.programs.while_busy, BusyNotice):
         notice.before = end_line
-    # An exception in the middle of a forward would leave the engine of no use.
+    # An exception in the middle of a forward would leave the engine unusable.
     with StopRequest(signal.SIGINT) as interrupt:
         for chunk in answer(lambda: interrupt.requested):
             sys.stdout.write(chunk.text)
@@ -155,7 +153,7 @@ def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
 
 
 def empty(completion: Completion, llm: LLM) -> str | None:
-    """Returns why nothing is to be seen of an answer; None where something is."""
+    """Returns why an answer shows no text; None if it shows some."""
     if completion.finish_reason is None or (completion.text or "").strip():
         return None
     *before, last = completion.token_ids
@@ -169,7 +167,7 @@ def empty(completion: Completion, llm: LLM) -> str | None:
 
 
 def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:
-    """Formats what an answer took as a line."""
+    """Formats an answer's figures as a line."""
     tokens = len(completion.token_ids)
     line = (
         f"[{counted(tokens, 'token')}, {completion.tokens_per_forward:.2f} tokens per forward, "
@@ -177,7 +175,7 @@ def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:
     )
     reason = "stopped" if stopped and completion.finish_reason is None else ""
     if completion.finish_reason == "length":
-        reason = "cut at its longest"
+        reason = "cut at the token limit"
     return f"{line}, {reason}]" if reason else f"{line}]"
 
 

@@ -21,13 +21,13 @@ class Conversation:
     """Messages and answers, one after the other.
 
     Args:
-      params: sampling parameters of all answers. Their ``max_tokens`` count only where ``limited``.
-      limited: whether an answer may be no longer than that; else it may fill the context.
-      system: the system's message; empty for none.
+      params: sampling parameters of all answers.
+      limited: whether their ``max_tokens`` limits an answer; otherwise it may fill the context.
+      system: the system message; empty for none.
       tell: called once, with a sentence, when the oldest messages leave a full context.
 
     Attributes:
-      window: W of the next answer; None is the engine's.
+      window: W of the next answer; None for the engine's.
 
     Raises:
       InputError: there is no tokenizer.
@@ -49,31 +49,31 @@ class Conversation:
         self.system = system
         self.window: int | None = None
         self._messages: list[Message] = []
-        # Prompt and answer as the chat template has them, and as tokens, which the cache may have.
+        # Prompt and answer as the chat template renders them, and their tokens, for the cache.
         self._past: tuple[str, list[int]] | None = None
         self._last: str | None = None
         self._tell, self._has_told, self._has_advised = tell, False, False
 
     @property
     def messages(self) -> list[Message]:
-        """All that was said and has not left the context, the system's message first."""
+        """All messages that are still in the context, the system message first."""
         return self._with_system(self._messages)
 
     @property
     def has_template(self) -> bool:
-        """Whether the model knows conversations; one that does not completes each message."""
+        """Whether the model has a chat template; one without completes each message."""
         return self._codec.has_chat_template
 
     def reset(self) -> None:
-        """Forgets all messages but the system's."""
+        """Forgets all messages but the system message."""
         self._messages, self._past, self._last = [], None, None
 
     def retry(self, stopping: Callable[[], bool] | None = None) -> Iterator[Chunk]:
-        """Answers the last message again, with another seed, in place of its answer; if nothing
-        comes, that answer stays.
+        """Answers the last message again, with another seed, and replaces its answer; if nothing
+        comes, the old answer stays.
 
         Raises:
-          InputError: nothing was answered yet.
+          InputError: nothing has been answered yet.
         """
         if self._last is None:
             raise InputError("/retry: there is no answer yet")
@@ -93,10 +93,10 @@ class Conversation:
 
     def answer(self, message: str, stopping: Callable[[], bool] | None = None) -> Iterator[Chunk]:
         """Answers a message as `wedlm_jax.llm.LLM.stream` does. If the caller stops early, or
-        ``stopping`` says so, the conversation goes on from what has come.
+        ``stopping`` returns true, the conversation continues from the text so far.
 
         Raises:
-          InputError: the message does not fit; the conversation is as it was.
+          InputError: the message does not fit; the conversation is unchanged.
         """
         if not self.has_template:
             prompt = list(self._llm.as_ids(message))
@@ -115,8 +115,8 @@ class Conversation:
                 self._remember(asked, text, prompt, completion)
 
     def advice(self, completion: Completion) -> str | None:
-        """Returns, once, what helps where greedy answers repeat themselves without an end: after
-        one that filled the context, or was stopped."""
+        """Returns a hint, once, for greedy answers that repeat themselves endlessly: after one that
+        filled the context or was stopped."""
         filled = completion.finish_reason == "length" and not self._limited
         endless = filled or completion.finish_reason is None
         if self._has_advised or not endless or self.params.temperature > 0:
@@ -126,9 +126,9 @@ class Conversation:
         return f"{begin}if answers repeat themselves, /reset and try /temperature 0.7"
 
     def _fitting(self, messages: list[Message]) -> tuple[list[Message], str, list[int]]:
-        """Returns messages that leave room for an answer, their text, and its tokens. Where they
-        do not, the oldest turns leave, as many as make a quarter of the context free: not one at
-        every message, as each time all that stays is recomputed."""
+        """Returns messages that leave room for an answer, their text, and its tokens. If there is
+        no room, drops the oldest turns until a quarter of the context is free: dropping one turn
+        per message would recompute all that stays each time."""
         whole = self._llm.engine.max_model_len
         room, asked = min(self.params.max_tokens, whole // 4), messages
         while True:
@@ -141,7 +141,7 @@ class Conversation:
             self._has_told = True
             self._tell(
                 f"the context of {counted(whole, 'token')} is full: from now on the oldest messages"
-                " leave it, and the model no longer knows them"
+                " are dropped, and the model no longer sees them"
             )
         return asked, text, prompt
 
@@ -168,8 +168,8 @@ class Conversation:
         return [*system, *messages]
 
     def _encoded(self, text: str) -> list[int]:
-        """Encodes a prompt, but keeps the tokens of the past as they were, so that the prefix cache
-        has them: re-encoding the text of an answer may give other tokens than the model chose."""
+        """Encodes a prompt but keeps the tokens of earlier turns, which are in the prefix cache:
+        re-encoding the text of an answer may give other tokens than the model chose."""
         before, token_ids = self._past or ("", [])
         if not text.startswith(before):
             return self._codec.encode_rendered(text)

@@ -1,4 +1,4 @@
-"""What a person says at a terminal, or a pipe: messages, and commands to the program itself."""
+"""Input from a terminal or a pipe: messages, and commands to the program itself."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from infer.chat.conversation import Conversation
     from wedlm_jax.llm import LLM
 
-EDITED_KEYS = "Enter sends, Alt-Enter begins a line; what is pasted may have several."
-PLAIN_KEYS = "Enter sends; a line that ends in a backslash goes on in the next."
-PLAIN = "plain lines, as prompt_toolkit is not installed: pip install 'wedlm-jax[chat]'"
+EDITED_KEYS = "Enter sends, Alt-Enter begins a new line; pasted text may have several lines."
+PLAIN_KEYS = "Enter sends; a line that ends in a backslash continues on the next."
+PLAIN = "plain input, as prompt_toolkit is not installed: pip install 'wedlm-jax[chat]'"
 
 
 ORDERS = {
     "/mode": f"[{'|'.join(MODES)}]  how answers are decoded",
     "/window": "[N|auto]  masks that draft in parallel; 0 decodes autoregressively",
-    "/temperature": "[X]  0 takes the likeliest tokens, 1 samples as the model says",
-    "/system": "[TEXT]  the system's message; without a text, none",
+    "/temperature": "[X]  0 takes the most likely tokens, 1 samples from the model's probabilities",
+    "/system": "[TEXT]  set the system message; without TEXT, remove it",
     "/retry": "answer the last message again with another seed, which matters above temperature 0",
-    "/save": "FILE  write the conversation as JSON, a line as `wedlm generate --input` takes",
+    "/save": "FILE  write the conversation as a line of JSON for `wedlm generate --input`",
     "/reset": "forget the conversation",
-    "/help": "this list",
-    "/quit": "end, as Ctrl-D does",
+    "/help": "show this list",
+    "/quit": "end the chat, like Ctrl-D",
 }
 
 
 def keys() -> str:
-    """Returns what keys do: with prompt_toolkit, or where lines are plain."""
+    """Returns the help on keys: with prompt_toolkit, or for plain input."""
     known = sys.modules.get("prompt_toolkit") is not None
     return f"{EDITED_KEYS if known else PLAIN_KEYS} Ctrl-C stops an answer."
 
@@ -49,8 +49,8 @@ def keys() -> str:
 def line_reader(stdin: TextIO) -> Callable[[], str]:
     """Returns a function that returns the next message.
 
-    It raises EOFError after the last one, and at a terminal KeyboardInterrupt where a line was
-    given up.
+    It raises EOFError after the last one, and at a terminal KeyboardInterrupt when a line is
+    cancelled.
     """
     if stdin.isatty() and sys.stdout.isatty():
         return _from_terminal()
@@ -58,7 +58,7 @@ def line_reader(stdin: TextIO) -> Callable[[], str]:
 
 
 def _from_pipe(stdin: TextIO) -> str:
-    """Returns a line; one that ends in a backslash goes on in the next."""
+    """Returns a line; one that ends in a backslash continues on the next."""
     message = ""
     while True:
         try:
@@ -89,8 +89,8 @@ def _from_terminal() -> Callable[[], str]:
 
 
 def _from_plain_terminal() -> str:
-    """Returns a line, as `_from_pipe` does. Python's readline, where it is there, edits it and
-    knows the lines before."""
+    """Returns a line, as `_from_pipe` does. Python's readline, if available, adds editing and
+    history."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     message = input("> ")
@@ -112,7 +112,7 @@ def _keys() -> KeyBindings:
 
 
 def _history() -> History:
-    """Returns earlier lines, kept on disk if that can be."""
+    """Returns the history of lines, kept on disk if possible."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
@@ -120,7 +120,7 @@ def _history() -> History:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()
-        file.chmod(0o600)  # what somebody told a model is nobody else's business
+        file.chmod(0o600)  # conversations are private
     except OSError:
         return InMemoryHistory()
     return FileHistory(str(file))
@@ -130,7 +130,7 @@ def _history() -> History:
 
 
 def is_order(line: str) -> bool:
-    """Returns whether a line is a command: it begins with a slash, and has no space before it."""
+    """Returns whether a line is a command: it begins with a slash, with no space before it."""
     return line.startswith("/")
 
 
@@ -143,8 +143,8 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
     """Runs a command and returns its message.
 
     Raises:
-      InputError: it cannot be done.
-      EOFError: it asks for the end.
+      InputError: the command is unknown or cannot be run.
+      EOFError: the command ends the chat.
     """
     name, _, given = line.strip().partition(" ")
     given = given.strip()
@@ -163,7 +163,7 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
         return "forgotten"
     if name == "/system":
         conversation.system = given
-        return "the system's message is set" if given else "no system's message"
+        return "the system message is set" if given else "no system message"
     if name == "/retry":
         raise InputError(f"/retry: expected nothing after it, not {given!r}")
     if name == "/save":
@@ -199,7 +199,7 @@ def _save(given: str, conversation: Conversation) -> str:
         raise InputError("/save: without a chat template there is no conversation")
     path, messages = Path(given).expanduser(), conversation.messages
     if path.exists():
-        raise InputError(f"/save: {path} is there already")
+        raise InputError(f"/save: {path} already exists")
     with written_beside(path) as file:
         line = json.dumps({"messages": messages}, ensure_ascii=False)
         file.write(line.encode("utf-8", "replace") + b"\n")
@@ -207,11 +207,11 @@ def _save(given: str, conversation: Conversation) -> str:
 
 
 def _window(given: str, llm: LLM) -> int | None:
-    """Returns W of the answers to come; None for the engine's."""
+    """Returns W of the next answers; None for the engine's."""
     if given == "auto" and (llm.engine.window_size == "auto" or not llm.engine.config.knows_masks):
         return None
     if given == "auto":
-        raise InputError("/window: auto is chosen when a chat begins, by --window-size auto")
+        raise InputError("/window: auto needs a chat that was started with --window-size auto")
     if not given.isdecimal():
         raise InputError(f"/window: expected a number, not {given!r}")
     try:

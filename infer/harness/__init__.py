@@ -1,1 +1,1 @@
-"""Models of wedlm-jax as models of lm-evaluation-harness (`lm_eval`), and tasks for it."""
+"""wedlm-jax models for lm-evaluation-harness (`lm_eval`), and tasks for it."""

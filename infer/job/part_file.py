@@ -7,8 +7,8 @@ finished:
     {"row": 3017, "result": {"id": "q-17", "text": ...}}
 
 Only complete lines count: a process may be killed in the middle of one. Every process writes its
-own file and takes over the records that killed ones left. So nothing is damaged even if two
-processes work on one shard, on a file system without locks.
+own file and takes over the records that killed processes left. So nothing is damaged even if two
+processes work on one shard on a file system without locks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SUFFIX = ".part"
 RESULT = b', "result": '
 
 SYNC_SECONDS = 2.0
-"""Seconds of work that a crash of the machine may lose. The death of a process loses nothing."""
+"""Seconds of work that a machine crash may lose. A process that is killed loses nothing."""
 
 OPEN_FILES = 2**14
 """Limit of open files to ask for. A part file is open while records of its shard are decoded: small
@@ -96,7 +96,7 @@ class PartFile:
         return len(self._places) == len(self._numbers)
 
     def add(self, number: int, record: dict[str, Any]) -> None:
-        """Appends a finished record; from then on the death of the process cannot lose it."""
+        """Appends a finished record, which is then kept even if the process is killed."""
         with naming(self.path):
             self._file.seek(self._end)
             self._append(number, encoded(record))
@@ -137,12 +137,12 @@ class PartFile:
 
 
 def whole_records(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields the number and JSON of each record after the header, up to a damaged one."""
+    """Yields the number and the JSON of each record after the header, up to a damaged one."""
     for line in file:
         entry = _parsed(line)
         number = entry.get("row") if isinstance(entry, dict) else None
         if not isinstance(number, int) or RESULT not in line:
-            return  # what follows is decoded again
+            return  # records that follow are decoded again
         yield number, line[line.index(RESULT) + len(RESULT) : -len(b"}\n")]
 
 
@@ -169,8 +169,8 @@ def any_in_use(folder: Path) -> bool:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Locks a file; returns False if another process holds the lock. On a file system without locks
-    always returns True."""
+    """Locks a file; returns False if another process holds the lock. Always returns True on a file
+    system without locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

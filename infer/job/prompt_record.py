@@ -1,11 +1,11 @@
-"""Checks an input record: its fields, its id, its seed, and the prompt that the engine gets.
+"""Checks an input record: its fields, its id, its seed, and the prompt for the engine.
 
-A record is either one of `wedlm generate` itself or, as `BatchRecord`, a request in the envelope of
-OpenAI's batch files, which is answered in the same form:
+A record has either the form of `wedlm generate` or, as `BatchRecord`, the envelope of OpenAI's
+batch files, and is then answered in the same form:
 
     {"custom_id": "q-17", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 
-The body is what `wedlm serve` takes, checked by the same code, and the answer is what it sends.
+The body is a request to `wedlm serve`, checked by the same code, and the answer is its response.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def record_fields(content: Content) -> Mapping[str, Any]:
 
 
 def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
-    """Returns the id of a record; without one, its number in the whole input, counted from 1.
+    """Returns the id of a record, or its number from 1 if it has none.
 
     Args:
-      number: that number, counted from 0.
+      number: its number in the whole input, from 0.
     """
     if is_envelope(fields):
         name = fields["custom_id"]
@@ -76,8 +76,8 @@ def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
 
 
 def is_envelope(fields: Mapping[str, Any]) -> bool:
-    """Returns whether a record has the form of OpenAI's batch files. Next to a prompt, keys of
-    these names are the user's own."""
+    """Returns whether a record has the form of OpenAI's batch files. In a record with a prompt,
+    keys of these names are the user's own."""
     is_request = "custom_id" in fields and ("body" in fields or "url" in fields)
     return is_request and not any(kind in fields for kind in PROMPT_KINDS)
 
@@ -90,9 +90,9 @@ def extra_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hint_of(key: str) -> str:
-    """Returns a hint for a key that looks like a misspelt one; empty if there is none."""
+    """Returns a hint for a key that looks misspelt; empty if there is none."""
     if key in SAMPLING_FIELDS:
-        return f'{key!r} is not read here, but within "sampling"'
+        return f'{key!r} is read only within "sampling"'
     near = nearest(key, (*KEYS, *SAMPLING_FIELDS), LIKE_A_KEY)
     if near is None:
         return ""
@@ -103,15 +103,14 @@ def hint_of(key: str) -> str:
 def prepared_record(
     llm: LLM, fields: Mapping[str, Any], params: SamplingParams, *, chat: bool
 ) -> Prepared | Windowed:
-    """Returns what the engine gets of a record.
+    """Returns the engine's input for a record.
 
     Args:
-      params: what its ``sampling`` does not override.
-      chat: whether a ``prompt`` is a user's message, for the chat template.
+      params: sampling parameters, which its ``sampling`` may override.
+      chat: whether a ``prompt`` is a user message, for the chat template.
 
     Raises:
-      InputError: naming the field that is wrong and what was expected, or saying why the model
-        cannot decode it.
+      InputError: a field is wrong, or the model cannot decode the record.
     """
     kinds = [kind for kind in PROMPT_KINDS if kind in fields]
     if len(kinds) != 1:
@@ -147,8 +146,8 @@ def _prepared(
     window: int | None,
     template: Mapping[str, Any] | None,
 ) -> Prepared | Windowed:
-    """Returns token ids and parameters, and the window if there is one of its own; ``template`` has
-    the arguments of `LLM.chat_prompt` beside the messages, and is None for any other prompt."""
+    """Returns token ids and parameters, and the window if the record sets one. ``template`` has the
+    arguments of `LLM.chat_prompt` other than the messages; it is None for any other prompt."""
     try:
         if template is not None:
             prompt = llm.chat_prompt(prompt, **template)
@@ -156,8 +155,8 @@ def _prepared(
     except InputError:
         raise
     except Exception as error:
-        # Tokenizers and templates are other people's programs: a record that breaks one must not
-        # end a job of millions.
+        # Tokenizers and templates are third-party code: a record that breaks one must not end a job
+        # of millions.
         reason = shortened(f"{type(error).__name__}: {error}")
         raise InputError(f"the prompt could not be turned into tokens ({reason})") from error
     ids = array("i", token_ids)  # a list would take nine times the memory
@@ -169,7 +168,7 @@ def _prepared(
 
 def record_seed(seed: int, name: RecordId) -> int:
     """Derives a record's 32-bit seed from the job's seed and the record's id alone, so that its
-    result does not depend on where it is decoded, or next to which others."""
+    result does not depend on where it is decoded or with which others."""
     text = json.dumps([seed, name])
     return int.from_bytes(hashlib.sha256(text.encode("ascii")).digest()[:4], "big")
 
@@ -179,7 +178,7 @@ def _overridden(params: SamplingParams, fields: Any) -> SamplingParams:
     if not isinstance(fields, dict):
         raise InputError(f"sampling: expected an object, not {shown_value(fields)}")
     if "window_size" in fields:
-        raise InputError("window_size: expected beside sampling, not within it")
+        raise InputError("window_size: expected next to sampling, not within it")
     refuse_unknown(fields, SAMPLING_FIELDS, "sampling field")
     try:
         given = dataclasses.replace(params, **fields)
@@ -200,14 +199,14 @@ class BatchRecord:
 
     Attributes:
       fields: the envelope.
-      shape: formats the answer; known once the request has been prepared.
+      shape: formats the answer; set once the request has been prepared.
     """
 
     fields: Mapping[str, Any]
     shape: TextShape | None = None
 
     def prepare(self, llm: LLM, params: SamplingParams) -> Prepared | Windowed:
-        """Returns what the engine gets of the request, as `prepared_record` does of a record."""
+        """Returns the engine's input for the request, as `prepared_record` does for a record."""
         from infer.serve.calls import Call
         from infer.serve.shapes import ChatShape, TextShape
 
@@ -225,7 +224,7 @@ class BatchRecord:
             template = {"tools": tools, "chat_template_kwargs": body.chat_template_kwargs}
         elif isinstance(prompt, list) and not all(isinstance(one, int) for one in prompt):
             if len(prompt) != 1:
-                raise InputError(f"prompt: expected one in a record, not {len(prompt)}")
+                raise InputError(f"prompt: expected one per record, not {len(prompt)}")
             prompt = prompt[0]
         prepared = _prepared(llm, prompt, params, body.window_size, template)
         call = Call(
@@ -243,7 +242,7 @@ class BatchRecord:
         from wedlm_jax.completion import Chunk
 
         assert self.shape is not None, "it was prepared"
-        # What was cached depends on what else was decoded, and so on restarts.
+        # The number of cached tokens depends on what else was decoded, and so on restarts.
         samples = [dataclasses.replace(one, num_cached_tokens=0) for one in completion.samples]
         pieces = [
             Piece(i, Chunk(one.text or "", one.token_ids, one)) for i, one in enumerate(samples)
@@ -293,7 +292,7 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
         raise InputError(f"{NEEDED} ({error})") from None
     for name in NOT_IN_JOBS:
         if given.get(name):
-            raise InputError(f"{name}: not in a job, whose options say how it decodes")
+            raise InputError(f"{name}: not allowed in a job, whose own options decide it")
     try:
         body: Any = (ChatRequest if chat else CompletionRequest).model_validate(given)
         check_refused(body)

@@ -1,7 +1,7 @@
 """Runs a job under Ray Data: one actor per accelerator, each with its own model.
 
-The actors share nothing but the job's folder, where they finish shards as any host does. So a job
-may be started with Ray and finished without it, or the other way round.
+The actors share only the job's folder, where they finish shards as any host does. So a job may be
+started with Ray and finished without it, or the other way round.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOTHING: dict[str, Any] = {
     "error": "",
     "status": 0,
 }
-"""What an actor reports after a task that it had nothing to do for."""
+"""An actor's report after a task with nothing to do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class RayCluster:
     """The cluster that a job runs on.
 
     Attributes:
-      address: the cluster's address; empty for the one that Ray finds, or else a new local one.
+      address: the cluster's address; empty for one that Ray finds, or otherwise a new local one.
       actors: number of actors; None for one per accelerator, or one if there is none.
     """
 
@@ -95,13 +95,13 @@ def require_ray() -> Any:
 
 
 def _check_working_folder() -> None:
-    """Refuses a working folder with an `infer` of its own: Ray puts that folder first on the import
-    path of its actors."""
+    """Refuses a working folder that contains another `infer`: Ray puts that folder first on the
+    import path of its actors."""
     ours = Path(__file__).parents[1]
     for path in (Path("infer"), Path("infer.py")):
         if path.exists() and path.resolve() != ours:
             raise InputError(
-                f"--ray: actors would import {path} of this folder in the place of wedlm-jax's; "
+                f"--ray: actors would import {path} of this folder instead of wedlm-jax's; "
                 "start the command in another folder"
             )
 
@@ -117,9 +117,9 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     resources, count = _actors(ray, cluster.actors)
     groups = _groups(missing, count)
     job.say(
-        f"{counted(len(missing), 'shard')} to finish, by {count} actors under Ray {ray.__version__}"
+        f"{counted(len(missing), 'shard')} to finish, by {count} actors with Ray {ray.__version__}"
     )
-    # Actors run in working folders of their own.
+    # Actors have their own working folders.
     files = tuple(dataclasses.replace(file, path=file.path.absolute()) for file in workload.files)
     shared = dataclasses.replace(workload, files=files)
     arguments = (shared, job.output.absolute(), job.options.overwrite, job.options.max_errors, load)
@@ -129,7 +129,7 @@ def _run(ray: Any, job: Job, load: Callable[[], LLM], cluster: RayCluster) -> in
     try:
         _follow(job, results, progress)
     finally:
-        # The actors made the folder; without a model, its identity is read from what they wrote.
+        # The actors made the folder; there is no model here, so its identity is read from there.
         found = read_job(job.output.folder) or {}
         if found.get("input") == index.digest:
             del found["wedlm_generate"]
@@ -162,8 +162,8 @@ def _actors(ray: Any, count: int | None) -> tuple[dict[str, Any], int]:
 
 
 def _groups(shards: Sequence[Shard], actors: int) -> list[str]:
-    """Returns the shard numbers of each task. There is at least one task, so that some actor checks
-    whose folder it is."""
+    """Returns the shard numbers of each task. There is at least one task, so that an actor checks
+    which job the folder belongs to."""
     size = max(1, min(SHARDS_PER_TASK, math.ceil(len(shards) / actors)))
     numbers = [str(shard.number) for shard in shards]
     return [" ".join(numbers[i : i + size]) for i in range(0, len(numbers), size)] or [""]
@@ -185,7 +185,7 @@ def _mapped(
         _ShardActor,
         batch_size=1,
         fn_constructor_args=arguments,
-        # So that no task waits for a busy actor while another one is idle.
+        # No task should wait for a busy actor while another one is idle.
         compute=ray.data.ActorPoolStrategy(
             size=min(count, len(groups)), max_tasks_in_flight_per_actor=1
         ),

@@ -37,11 +37,11 @@ OUTPUT_KEYS = (
 """Keys of results and errors, in the order of the columns."""
 
 DEEPEST = 100
-"""Levels of nesting of a value that is passed on; every encoder can take as many."""
+"""Maximum nesting of a value that is copied; every encoder supports that many levels."""
 
 
 class TooDeep(InputError):
-    """A value is nested too deeply to be passed on."""
+    """A value is nested too deeply to be copied."""
 
 
 def refuse_output_keys(extra: Iterable[str], where: str = "") -> None:
@@ -54,8 +54,8 @@ def refuse_output_keys(extra: Iterable[str], where: str = "") -> None:
     for name in extra:
         if name in OUTPUT_KEYS:
             raise InputError(
-                f"{prefix}{name!r} is a key of the output, where this record's own {name!r} would "
-                "stand too; rename it"
+                f"{prefix}{name!r} is a key of output records, to which this record's own {name!r} "
+                "would be copied; rename it"
             )
 
 
@@ -96,13 +96,13 @@ def _number(value: float) -> float | None:
 def error_record(
     name: RecordId | None, error: str, line: int, file: str | None, extra: Extra
 ) -> dict[str, Any]:
-    """Returns what is written in the place of a result for a record that cannot be decoded.
+    """Returns what is written instead of a result for a record that cannot be decoded.
 
     Args:
       name: its id; None if it could not be read.
       line: its line, from 1; in Parquet its row.
       file: its file, if the job has several.
-      extra: is repeated, but for keys that the output uses itself.
+      extra: keys to copy, except those that the output uses itself.
     """
     if isinstance(extra, BatchRecord):
         return extra.error(writable(error))
@@ -114,7 +114,7 @@ def error_record(
 
 
 def writable(text: str) -> str:
-    """Escapes what UTF-8 cannot encode; messages may quote it, and file names may contain it."""
+    """Escapes what UTF-8 cannot encode and messages or file names may contain."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -127,7 +127,7 @@ def as_json(value: Any, depth: int = 0) -> Any:
     """Converts a value of the input, which may come from a Parquet column, to JSON: times to ISO
     8601, bytes to base64, numbers that are not finite to null, other types to their text."""
     if depth > DEEPEST:
-        raise TooDeep(f"a key that is passed on is nested more than {DEEPEST} deep")
+        raise TooDeep(f"a key that the output repeats is nested more than {DEEPEST} deep")
     if isinstance(value, dict):
         return {str(key): as_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -147,8 +147,8 @@ class Counts:
     forwards and drafts are those of all samples of the records without an error.
 
     Attributes:
-      rows: records, those with errors included.
-      error_rows: records with an error in the place of a result.
+      rows: records, including those with errors.
+      error_rows: records with an error instead of a result.
       mask_drafts, lookup_drafts: drafts that were checked, by their source.
     """
 
@@ -209,8 +209,8 @@ class Counts:
 
 
 GROUP_BYTES = 16 * 2**20
-"""Bytes of results, as JSON, after which a row group ends before it has `GROUP_ROWS` rows: a whole
-group is held in memory."""
+"""Bytes of results, as JSON, after which a row group ends even with fewer than `GROUP_ROWS` rows: a
+whole group is held in memory."""
 
 
 def write_results(sink: Sink, lines: Iterable[bytes], columns: Columns) -> None:

@@ -1,5 +1,5 @@
-"""Decodes shards with one model, and shows progress; ends early on SIGTERM, or when too many
-records are bad."""
+"""Decodes shards with one model and shows progress; ends early on SIGTERM or when too many records
+are bad."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ GRACE_SECONDS = 20.0
 
 
 class JobStopped(BaseException):
-    """The job stops on request. No `Exception`, like `KeyboardInterrupt`: error handlers let it
-    pass."""
+    """The job stops on request. Like `KeyboardInterrupt` it is not an `Exception`, so that error
+    handlers let it pass."""
 
 
 class GracefulStop(StopRequest):
@@ -78,7 +78,7 @@ FIRST_RECORDS = 1000
 
 @dataclasses.dataclass
 class JobProgress:
-    """How far a job is; all but ``earlier`` and ``elsewhere`` is about this run alone.
+    """Progress of a job; all but ``earlier`` and ``elsewhere`` is about this run alone.
 
     Attributes:
       total: records of this process's share.
@@ -117,7 +117,7 @@ class JobProgress:
         return self.seconds * (self.total - self.done) / finished if finished else math.inf
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what `stats.json` says about a run."""
+        """Returns the entry of `stats.json` about a run."""
         return {
             **self.finished.as_json(),
             "seconds": round(self.seconds, 2),
@@ -146,14 +146,14 @@ class JobProgress:
         """Ends a run that has too many bad records.
 
         Args:
-          most: bad records that are accepted; None for any number, unless they are the job's first
-            `FIRST_RECORDS`.
+          most: number of bad records that are accepted; None for any number, unless they are the
+            job's first `FIRST_RECORDS`.
           example: one of the bad records, and what is wrong with it.
-          first: whether this run may have begun with the job's first records, and knows of no good
-            one that is being decoded.
+          first: whether this run may have begun with the job's first records, and is not decoding
+            a good one.
 
         Raises:
-          BadData: there are too many.
+          BadData: there are too many bad records.
         """
         bad = self.finished.error_rows
         if most is not None and bad > most:
@@ -171,11 +171,11 @@ class NotEnoughMemory(InputError):
 
 @dataclasses.dataclass
 class ShardDecoder:
-    """Decodes shards of a job with one model: records go to the engine in order, and come back as
+    """Decodes shards of a job with one model: records go to the engine in order and come back as
     they are finished.
 
     Attributes:
-      progress: counts the records, of earlier runs and other processes too.
+      progress: counts the records, including those of earlier runs and other processes.
       most_errors, first: as in `JobProgress.check_errors`.
     """
 
@@ -193,12 +193,12 @@ class ShardDecoder:
         self._in_use: list[Shard] = []
 
     def run(self, shards: Iterable[Shard], on_progress: Callable[[Progress], None]) -> None:
-        """Decodes the records of ``shards`` that are not finished yet.
+        """Decodes the unfinished records of ``shards``.
 
         However it ends, all results that came back are kept.
 
         Raises:
-          NotEnoughMemory: for a batch.
+          NotEnoughMemory: a batch does not fit into the device's memory.
           InputError: the input has changed, or the folder cannot be written.
           BadData: too many records are bad.
           JobStopped: on SIGTERM, if running sequences took longer than the grace period.
@@ -206,7 +206,7 @@ class ShardDecoder:
 
         newest: Progress | None = None
 
-        def told(now: Progress) -> None:
+        def report(now: Progress) -> None:
             nonlocal newest
             self.stop.check()
             on_progress(newest := now)
@@ -215,7 +215,7 @@ class ShardDecoder:
         prompts = self._prompts(shards)
         try:
             stopping, failed = (lambda: self.stop.requested), self._take_failure
-            for batch in self.llm.run(prompts, told, stopping=stopping, on_failure=failed):
+            for batch in self.llm.run(prompts, report, stopping=stopping, on_failure=failed):
                 for place, completion in batch:
                     shard, part, record = self._under_way.pop(place)
                     result = result_record(record.id, completion, record.extra)
@@ -265,13 +265,13 @@ class ShardDecoder:
             self._seal_if_whole(shard, part)
 
     def _count_elsewhere(self) -> None:
-        """Counts shards that were in use, and have been finished since."""
+        """Counts shards that were in use and have been finished since."""
         done = [shard for shard in self._in_use if self.folder.is_finished(shard)]
         self.progress.elsewhere += sum(shard.records for shard in done)
         self._in_use = [shard for shard in self._in_use if shard not in done]
 
     def _and_again(self, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """Yields all shards, and then again those that another process was decoding: it may have
+        """Yields all shards, then again those that another process was decoding, as it may have
         died."""
         yield from shards
         again, self._in_use = self._in_use, []
@@ -308,10 +308,10 @@ def decode_share(
     most_errors: int | None,
     console: Console,
 ) -> JobProgress:
-    """Decodes the unfinished shards of one host, and shows progress.
+    """Decodes the unfinished shards of one host and shows progress.
 
     Args:
-      host: this one of the processes that share the job.
+      host: this process among those that share the job.
       most_errors: as in `JobProgress.check_errors`.
       console: where progress is shown.
 

@@ -49,8 +49,9 @@ MODEL_FILES = (".json", ".safetensors", ".txt", ".jinja")
 
 Identity: TypeAlias = dict[str, Any]
 """What distinguishes a job from all others, as JSON values: the digests of the ``input`` and of the
-``checkpoint``'s files, which may be moved; ``settings``, all else that results depend on, but for
-what only changes how sums are rounded; ``shard_size``; and ``rows``, the records of the input."""
+``checkpoint``'s files, which may be moved; ``settings``, everything else that results depend on,
+except what only changes how sums are rounded; ``shard_size``; and ``rows``, the number of input
+records."""
 
 
 def identity_of(llm: LLM, workload: Workload) -> Identity:
@@ -140,7 +141,8 @@ class ShardFolder:
       overwrite: whether another job may be replaced.
 
     Raises:
-      InputError: the folder or the file is another job's, is something else, or cannot be written.
+      InputError: the folder or the file belongs to another job, is something else, or cannot be
+        written.
     """
 
     def __init__(
@@ -199,13 +201,13 @@ class ShardFolder:
         job = json.dumps(self.identity, sort_keys=True).encode()
         header = {"job": hashlib.sha256(job).hexdigest(), "shard": shard.number}
         part = PartFile(self.parts, self.name(shard), header, numbers)
-        if self.is_finished(shard):  # in the meantime
+        if self.is_finished(shard):  # it was finished in the meantime
             part.remove()
             return None
         return part
 
     def seal(self, shard: Shard, part: PartFile) -> None:
-        """Makes a finished shard of a part file that has all its records.
+        """Turns a complete part file into a finished shard.
 
         Raises:
           InputError: another job has taken the folder, or it cannot be written.
@@ -236,7 +238,7 @@ class ShardFolder:
         """Yields the manifests of all shards, in order.
 
         Raises:
-          InputError: a manifest is missing, damaged, or another job's.
+          InputError: a manifest is missing, damaged, or belongs to another job.
         """
 
         def read(shard: Shard) -> dict[str, Any]:
@@ -255,7 +257,7 @@ class ShardFolder:
                 )
             return manifest
 
-        # Opening a file in a mounted bucket takes long.
+        # Opening a file in a mounted bucket is slow.
         with ThreadPoolExecutor(READERS) as readers:
             yield from readers.map(read, self.shards)
 
@@ -270,13 +272,13 @@ class ShardFolder:
                     _remove(path)
 
     def make_parts(self) -> None:
-        """Makes the folder of parts: another process may have finished the job, and removed it."""
+        """Makes the folder of parts: another process may have finished the job and removed it."""
         with naming(self.parts):
             self.parts.mkdir(exist_ok=True)
 
     def release(self) -> None:
-        """Gives up the folder if the job has kept neither records nor the copy of a pipe in it, and
-        no other process works on it."""
+        """Gives up the folder if it holds neither records of the job nor the copy of a pipe, and no
+        other process works on it."""
         with naming(self.folder), alone(self.folder):
             if read_job(self.folder) != self._job or _kept_of_another(self.folder):
                 return
@@ -314,12 +316,12 @@ class ShardFolder:
         return differences(self.identity, theirs)
 
     def _take_folder(self, overwrite: bool) -> None:
-        """Claims the folder: only one of several jobs that begin at once gets it."""
+        """Claims the folder: of several jobs that begin at once, only one gets it."""
         found = read_job(self.folder)
         if found is None:
             if other := sorted(_foreign(self.folder)):
                 raise InputError(
-                    f"{self.folder}: expected a new folder, or a job's, but it contains {other[0]}"
+                    f"{self.folder}: expected a new folder or a job's, but it contains {other[0]}"
                 )
             if not overwrite:
                 self._refuse_to_replace(None)
@@ -350,18 +352,17 @@ class ShardFolder:
             )
         if found is not None and not (self.folder / STATS).exists():
             raise InputError(
-                f"{self.folder}: another job has begun here ({self._unlike(found)}), and has no "
-                "records yet; choose another output, or, if it is not running any more, give "
-                "--overwrite"
+                f"{self.folder}: another job has begun here ({self._unlike(found)}) and has no "
+                "records yet; choose another output, or use --overwrite if it is no longer running"
             )
 
 
 def check_file_is_new(file: Path | None, job: dict[str, Any] | None) -> None:
-    """Refuses an output file that exists, but was not written by a job (`read_job`)."""
+    """Refuses an output file that exists but was not written by a job (`read_job`)."""
     if file is not None and file.exists() and job is None:
         raise InputError(
-            f"{file}: exists, and no job has written it; choose another output, or replace it with "
-            "--overwrite"
+            f"{file}: exists, but was not written by a job; choose another output, or replace it "
+            "with --overwrite"
         )
 
 

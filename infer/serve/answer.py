@@ -1,4 +1,4 @@
-"""An answer while it is decoded: collects its sequences' events, and sends them as a stream."""
+"""An answer while it is decoded: collects its sequences' events and sends them as a stream."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from wedlm_jax.text import TextCodec
 
 PATIENCE = 15.0
-"""Seconds without news after which a stream sends a comment: a proxy might take a silent connection
-for dead."""
+"""Seconds without news after which a stream sends a comment, as a proxy might consider a silent
+connection dead."""
 
 DONE = b"data: [DONE]\n\n"
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers of a stream, so that proxies pass on each event at once."""
+"""Headers of a stream that make proxies pass on each event at once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Choice:
     """A sequence being decoded.
 
     Attributes:
-      trace: its trace, if that is asked for.
+      trace: its trace, if requested.
     """
 
     index: int
@@ -51,7 +51,7 @@ class _Choice:
     trace: SequenceTrace | None
 
     def news(self) -> Piece | None:
-        """Returns what has come since the last time; None for nothing."""
+        """Returns what has come since the last call; None for nothing."""
         chunk = self.handle.piece()
         trace = None if self.trace is None else self.trace.news()
         if chunk is None and trace is not None:
@@ -64,9 +64,9 @@ class Answer:
 
     Args:
       codec: the tokenizer, or None.
-      burst_seconds: the longest burst, after which new requests are let in. Tokens of shorter
-        bursts are delivered together, at most twice in that time; tokens that may complete a stop
-        string, and traces, at once.
+      burst_seconds: length of the longest burst, after which new requests are admitted. Tokens of
+        shorter bursts are delivered together, at most twice in that time; traces, and tokens that
+        may complete a stop string, are delivered at once.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class Answer:
             self._events.put_nowait([])
 
     async def pieces(self, patience: float) -> AsyncIterator[list[Piece]]:
-        """Yields what is new after each step of the engine that brought something, and an empty
-        list after each ``patience`` seconds without."""
+        """Yields what is new after each step of the engine that produced something, and an empty
+        list after each ``patience`` seconds without news."""
         while not self.is_over:
             try:
                 async with asyncio.timeout(patience):
@@ -147,7 +147,7 @@ class Answer:
         """Waits for all choices, and returns each as one piece.
 
         Raises:
-          Exception: why a sequence failed.
+          Exception: the cause if a sequence failed.
         """
         while not self.is_over:
             self._take(await self._events.get())
@@ -160,7 +160,7 @@ class Answer:
 
     @property
     def so_far(self) -> list[Completion]:
-        """The completion of each choice, as far as it has come."""
+        """The completion of each choice so far."""
         return [handle.completion for handle in self._choices]
 
     def __str__(self) -> str:
@@ -197,15 +197,15 @@ class Answer:
 
 
 class EventStream(StreamingResponse):
-    """Sends an answer that has begun as server-sent events; ends it when the sending ends, for
-    whatever reason."""
+    """Sends an answer that has begun as server-sent events; ends it when sending ends for any
+    reason."""
 
     def __init__(self, answer: Answer, shape: TextShape):
         self._answer, self._events = answer, _events_of(answer, shape)
         super().__init__(self._events, media_type="text/event-stream", headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Starlette's own method makes a group of tasks for each answer; one task is cheaper.
+        # Starlette's own method makes a task group for each answer; one task is cheaper.
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         watch = asyncio.create_task(self._end_with_client(receive))
         try:
@@ -215,7 +215,7 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except asyncio.CancelledError:  # by uvicorn, when the grace period is over
-            last = _event(ApiError(503, "the server is ending").body) + DONE
+            last = _event(ApiError(503, "the server is shutting down").body) + DONE
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             watch.cancel()
@@ -233,8 +233,8 @@ async def client_gone(receive: Receive) -> None:
 
 
 async def _events_of(answer: Answer, shape: TextShape) -> AsyncGenerator[bytes, None]:
-    """Yields the events of a stream, together those that come together. The last event of an answer
-    that failed is the error."""
+    """Yields the events of a stream, joined if they come together. The last event of an answer that
+    failed is the error."""
     try:
         if opening := shape.opening():
             yield b"".join(map(_event, opening))

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-DESCRIPTION = """Causal diffusion language models behind OpenAI's API. Sampling fields mean what
-docs/sampling.md of wedlm-jax says."""
+DESCRIPTION = """Causal diffusion language models behind OpenAI's API. Sampling fields are described
+in docs/sampling.md of wedlm-jax."""
 
 PATHS = (
     "/",
@@ -68,13 +68,13 @@ class Options:
     Attributes:
       model: the model's name in the API.
       defaults: default sampling parameters.
-      chat_limit: default ``max_tokens`` of chats; None for all that the context has room for.
+      chat_limit: default ``max_tokens`` of chats; None for as many as fit into the context.
       api_key: the key that callers must send, or None.
       cors_origins: origins whose pages may call the server.
-      max_waiting: the most sequences that wait while others decode.
-      max_body: the most bytes of a request's body.
-      body_seconds: the longest time until a request's body has arrived.
-      burst_seconds: seconds of decoding between two looks at new requests.
+      max_waiting: maximum number of sequences that wait while others decode.
+      max_body: maximum size of a request's body in bytes.
+      body_seconds: maximum time until a request's body has arrived.
+      burst_seconds: seconds of decoding after which new requests are admitted.
     """
 
     model: str
@@ -92,7 +92,7 @@ class Service:
     """A model behind the API.
 
     Args:
-      llm: the model, whose engine only this service steps.
+      llm: the model; only this service may step its engine.
     """
 
     def __init__(self, llm: LLM, options: Options):
@@ -111,10 +111,10 @@ class Service:
         }
 
     async def answer(self, request: Request, body: Any, kind: type[TextShape]) -> Response:
-        """Decodes what a body asks for and sends it, whole or as a stream.
+        """Decodes what a body requests and sends it, whole or as a stream.
 
         Raises:
-          Exception: why it failed, if nothing was sent yet.
+          Exception: the cause of a failure, if nothing has been sent yet.
         """
         call = await self.calls.read(body)
         shape = kind(call, self.options.model, self._logprobs)
@@ -175,7 +175,7 @@ def make_app(service: Service) -> FastAPI:
         version=__version__,
         description=DESCRIPTION,
         lifespan=service.running,
-        docs_url=None,  # FastAPI's pages of documentation load scripts from elsewhere
+        docs_url=None,  # FastAPI's documentation pages load scripts from elsewhere
         redoc_url=None,
     )
     app.add_middleware(body_limits, most=options.max_body, seconds=options.body_seconds)
@@ -211,7 +211,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         if message == UNREAD:
             cause, reason = error.__cause__, shortened(str(error.__cause__))
             if isinstance(cause, UnicodeDecodeError):
-                reason = "it is not text in UTF-8"
+                reason = "it is not UTF-8 text"
             elif isinstance(cause, RecursionError):
                 reason = "it is nested too deeply"
             message = f"the body is not valid JSON ({reason})"
@@ -231,12 +231,12 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @route("POST", "/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:  # type: ignore[valid-type]
-        """Answers a conversation, through the checkpoint's chat template."""
+        """Answers a conversation, with the checkpoint's chat template."""
         return await service.answer(request, body, ChatShape)
 
     @route("GET", "/v1/models")
     async def models() -> Response:
-        """Lists the one model."""
+        """Lists the served model."""
         return JSONResponse({"object": "list", "data": [service.card]})
 
     @route("GET", "/v1/models/{model:path}")
@@ -266,9 +266,9 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
 
 def page() -> tuple[str, str]:
-    """Returns the page, which shows a model decode forward by forward beside AR decoding, and its
-    Content-Security-Policy, which allows only the page's own style and script, and calls of this
-    server alone."""
+    """Returns the page, which shows decoding forward by forward next to AR decoding, and its
+    Content-Security-Policy, which allows only the page's own style and script and calls to this
+    server."""
 
     def read(name: str) -> str:
         return (PAGE / name).read_text(encoding="utf-8")

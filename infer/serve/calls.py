@@ -1,4 +1,4 @@
-"""From a request's body to a call: checked, tokenized, and refused if there is no room for it."""
+"""Turns a request's body into a call: checks and tokenizes it, and refuses it without room."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from wedlm_jax.text import Prompt
 
 GRAMMAR_SECONDS = 10.0
-"""The longest time that compiling a grammar may take."""
+"""Maximum time that compiling a grammar may take."""
 
 LONGEST_RETRY = 60
-"""The most seconds that a caller is asked to wait."""
+"""Maximum number of seconds that a caller is asked to wait."""
 
 FIELDS = {*OPTIONS, "window_size", "tools", "chat_template_kwargs"}
-"""The fields with whose names the library's messages may begin."""
+"""Fields whose names the library's messages may begin with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Call:
       prompts: each prompt's token ids and sampling parameters, with ``n``.
       window: W; None lets the engine choose.
       streamed: whether the answer is a stream.
-      with_usage: whether a stream ends with its usage.
-      with_token_ids: whether token ids are sent beside texts.
+      with_usage: whether a stream ends with its token usage.
+      with_token_ids: whether token ids are sent along with texts.
       traced: whether every forward is reported.
     """
 
@@ -64,11 +64,11 @@ class Call:
 
 
 class Capacity:
-    """Bounds the number of open sequences: those that run and a queue of waiting ones.
+    """Limits the number of open sequences: those that run and a queue of waiting ones.
 
     Args:
-      running: the most sequences that decode together.
-      queued: the most sequences that wait.
+      running: maximum number of sequences that decode together.
+      queued: maximum number of sequences that wait.
     """
 
     def __init__(self, running: int, queued: int):
@@ -80,7 +80,7 @@ class Capacity:
         """Raises an `ApiError` with status 400 for more sequences than could ever be open."""
         if count > self._most:
             raise ApiError(
-                400, f"{count} completions are asked for; this server takes {self._most} at most"
+                400, f"{count} completions are requested; this server takes {self._most} at most"
             )
 
     def enter(self, count: int) -> None:
@@ -94,7 +94,7 @@ class Capacity:
             seconds = self._seconds_until(excess)
             raise ApiError(
                 429,
-                f"all places are taken, those of the queue too; try again in {seconds} s",
+                f"the server and its queue are full; try again in {seconds} s",
                 code="queue_full",
                 headers={"Retry-After": str(seconds)},
             )
@@ -106,8 +106,7 @@ class Capacity:
         self._ends.extend([time.monotonic()] * count)
 
     def _seconds_until(self, excess: int) -> int:
-        """Estimates the seconds until this many sequences will have ended, from the rate of the
-        last ones."""
+        """Estimates the seconds until this many sequences will have ended, from the recent rate."""
         if len(self._ends) < 2:
             return 1
         passed = time.monotonic() - self._ends[0]
@@ -120,8 +119,7 @@ class Calls:
     Args:
       model: the model's name in the API.
       defaults: default sampling parameters.
-      chat_limit: default ``max_tokens`` of chats; None for all that the prompt leaves of the
-        context.
+      chat_limit: default ``max_tokens`` of chats; None for as many as the prompt leaves room for.
     """
 
     def __init__(
@@ -134,22 +132,22 @@ class Calls:
     ):
         self._llm, self._model, self._defaults = llm, model, defaults
         self._capacity, self._chat_limit = capacity, chat_limit
-        # Tokenizers work through megabytes here while the event loop goes on. One at a time:
-        # they need not be thread-safe.
+        # Tokenizing megabytes must not block the event loop. One thread, as tokenizers need not be
+        # thread-safe.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._compilers = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     def check_model(self, name: str) -> None:
         """Raises an `ApiError` if a model is not the one that is served."""
         if name != self._model:
-            message = f"there is no model {name!r} here, but {self._model!r}"
+            message = f"there is no model {name!r} here, only {self._model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def read(self, body: Any) -> Call:
-        """Returns the call of a body, a `CompletionRequest` or a `ChatRequest`.
+        """Returns the call for a body, a `CompletionRequest` or a `ChatRequest`.
 
         Raises:
-          ApiError: naming the bad field.
+          ApiError: a field is bad; the error names it.
         """
         try:
             return await self._read(body)
@@ -185,22 +183,22 @@ class Calls:
         )
 
     async def _compile_grammar(self, params: SamplingParams) -> None:
-        """Compiles a grammar, which the engine keeps, in another thread: other requests go on."""
+        """Compiles a grammar, which the engine keeps, in a thread, while other requests go on."""
         assert params.grammar is not None
         check = self._llm.engine.check_grammar
         try:
             async with asyncio.timeout(GRAMMAR_SECONDS):
                 await asyncio.get_running_loop().run_in_executor(self._compilers, check, params)
         except TimeoutError:
-            message = f"expected one that is compiled within {GRAMMAR_SECONDS:g} s"
+            message = f"expected one that compiles within {GRAMMAR_SECONDS:g} s"
             raise bad_field(params.grammar[0], message) from None
 
     def _prepare(self, body: Any, params: SamplingParams, exact: bool) -> list[Prepared]:
         """Tokenizes the prompts of a body.
 
         Args:
-          exact: whether the body gives ``max_tokens``; otherwise they are as many as the context
-            has room for, up to the default.
+          exact: whether the body gives ``max_tokens``; otherwise it is as many as fit into the
+            context, up to the default.
         """
         if body.window_size is not None:
             self._llm.engine.check_window(body.window_size)
@@ -229,7 +227,7 @@ class Calls:
             except InputError as error:
                 if fitting.max_tokens <= most:
                     raise
-                # With fewer tokens the prompt would do, unless it leaves room for none.
+                # A smaller max_tokens would fit, unless the prompt leaves no room at all.
                 param = "max_tokens" if exact and most > 0 else _prompt_field(body)
                 raise ApiError(400, str(error), param=param, code=CONTEXT_LENGTH) from None
 

@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 
 FILE, TABLE = "wedlm.toml", "serve"
 PREFIX = "WEDLM_"
-"""With which the environment variables of settings begin."""
+"""Prefix of the environment variables of settings."""
 
 LONG_S = 1.0
-"""Seconds that a wait has to last to be logged."""
+"""Seconds after which a wait is logged."""
 
 TRUTHS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 DESCRIPTION = """\
-Serves a model to programs that speak the OpenAI API: /v1/completions, /v1/chat/completions and
-/v1/models, with /health and /metrics beside them, and a page on /.
+Serves a model over the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models; also
+/health, /metrics, and a page at /.
 """
 
 NOTES = f"""\
-Decoding options hold for requests that do not give them.
+Decoding options are the defaults of requests that do not set them.
 
-Every option may also be an environment variable ({PREFIX}PORT=8080 is --port 8080), or a line of
-the table [{TABLE}] in {FILE} (port = 8080), in the working directory or where --config says. Flags
-override variables, and variables the file. The key is best given as {PREFIX}API_KEY: others on
-this machine see command lines.
+Every option can also be set by an environment variable ({PREFIX}PORT=8080 is --port 8080) or in the
+table [{TABLE}] of {FILE} (port = 8080), in the working directory or at --config. Flags override
+variables, and variables override the file. Prefer {PREFIX}API_KEY for the key: other users of this
+machine can see command lines.
 
-Ctrl-C or SIGTERM stops the server: it takes no more requests, and ends when the answers under way
-are finished, or after --grace seconds.
+Ctrl-C or SIGTERM stops the server: it accepts no more requests, and ends when running answers are
+finished, or after --grace seconds.
 
 examples:
   wedlm serve
@@ -67,12 +67,12 @@ examples:
 """
 
 TAKEN_OTHERWISE = {
-    "max_tokens": "the most tokens of a completion, fewer if the context has no room for them "
-    "[256; of a chat's answer, all that there is room for]",
-    "seed": "starts the random numbers of every request: the same request gets the same tokens "
-    "[none: each request has a seed of its own]",
+    "max_tokens": "maximum tokens of a completion, fewer if the context has no room for them "
+    "[256; of a chat's answer, as many as fit]",
+    "seed": "random seed of every request: the same request gets the same tokens "
+    "[none: each request gets its own seed]",
 }
-"""Help of sampling options whose meaning differs from that in other commands."""
+"""Help of sampling options that mean something else in other commands."""
 
 GRACE, CLIENT_TIMEOUT = 20.0, 30.0
 EMBEDDED_NAME = "wedlm-embedded"
@@ -84,7 +84,7 @@ NEEDED = "needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[s
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser. Its result has only the options that were given."""
+    """Returns the parser. Its result contains only the given options."""
     result = CommandParser(
         prog="wedlm serve",
         usage="wedlm serve [--model DIR] [--host HOST] [--port N] [options]",
@@ -96,51 +96,52 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--host",
         metavar="HOST",
-        help="address to listen at; 0.0.0.0 is all of the machine's [127.0.0.1]",
+        help="address to listen on; 0.0.0.0 means all addresses of the machine [127.0.0.1]",
     )
-    add("--port", type=int, metavar="N", help="port to listen at; 0 takes any that is free [8000]")
+    add("--port", type=int, metavar="N", help="port to listen on; 0 takes any free port [8000]")
     shown = f"the model's name in the API [as --model; {EMBEDDED_NAME}]"
     add("--served-model-name", metavar="NAME", help=shown)
-    add("--api-key", metavar="KEY", help="the key that callers must send [none]")
+    add("--api-key", metavar="KEY", help="key that callers must send [none]")
     add(
         "--cors-origin",
         nargs="+",
         action="extend",
         metavar="URL",
-        help="sites whose pages may call the server from browsers; * is all [none]",
+        help="sites whose pages may call the server from browsers; * allows all [none]",
     )
     add(
         "--no-warmup",
         action="store_true",
         help="listen at once; the first requests then wait for the compiler",
     )
-    add("--quiet", action="store_true", help="log no line for each request")
-    add("--config", metavar="FILE", help=f"file of settings, see below [{FILE}, if it is there]")
+    add("--quiet", action="store_true", help="do not log a line per request")
+    add("--config", metavar="FILE", help=f"settings file, see below [{FILE}, if it exists]")
     add = result.add_argument_group("limits").add_argument
     add(
         "--max-waiting",
         type=int,
         metavar="N",
-        help="how many completions may wait while others decode; requests for more get status 429 "
-        "[1024]",
+        help="number of completions that may wait while others decode; requests for more get "
+        "status 429 [1024]",
     )
-    add("--max-body", type=int, metavar="N", help="the most bytes of a request [8388608]")
+    add("--max-body", type=int, metavar="N", help="maximum bytes of a request [8388608]")
     add(
         "--client-timeout",
         type=float,
         metavar="X",
-        help="seconds that a client may take to send a request, or leave an answer unread [30]",
+        help="seconds that a client may take to send a request or leave an answer unread [30]",
     )
     add(
         "--burst-seconds",
         type=float,
         metavar="X",
-        help="seconds of decoding after which new requests are let in and streams are sent their "
-        "next piece [0.05]",
+        help="seconds of decoding after which new requests are admitted and streams get their next "
+        "piece [0.05]",
     )
-    add("--grace", type=float, metavar="X", help="seconds after Ctrl-C or SIGTERM for answers [20]")
+    grace = "seconds in which running answers may finish after Ctrl-C or SIGTERM [20]"
+    add("--grace", type=float, metavar="X", help=grace)
     add_engine_options(result.add_argument_group("model"))
-    decoding = result.add_argument_group("decoding, where a request does not say")
+    decoding = result.add_argument_group("decoding, where a request does not set it")
     add_decoding_options(decoding, TAKEN_OTHERWISE)
     return result
 
@@ -155,7 +156,7 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         raise InputError(f"{NEEDED} ({error})") from None
     params = sampling_params(options)
-    # Both before the model, whose warnings are lines of this log, and which may take minutes.
+    # Both before loading the model, which may take minutes and whose warnings go to this log.
     logging.basicConfig(format=LINES)
     notices.log(LINES)
     LOG.setLevel(logging.INFO)
@@ -173,7 +174,7 @@ def _check(options: dict[str, Any]) -> None:
     if not 0 <= options.get("port", 0) < 2**16:
         raise InputError(f"--port: expected 0 to 65535, not {options['port']}")
     if options.get("n", 1) > 1:
-        raise InputError("--n: requests say how many samples they want")
+        raise InputError("--n: each request sets its own number of samples")
     if not options.get("api_key", "x").strip():
         raise InputError("--api-key: expected a key, not an empty text")
 
@@ -194,7 +195,7 @@ def load_warm(options: dict[str, Any]) -> LLM:
 
 @contextlib.contextmanager
 def logged(what: str) -> Iterator[None]:
-    """Logs what the server waits for longer than a moment, and how long it took."""
+    """Logs what the server waits for and how long it took, if longer than `LONG_S`."""
     started = time.monotonic()
     due = started + LONG_S
 
@@ -211,7 +212,7 @@ def logged(what: str) -> Iterator[None]:
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Returns a socket bound to an address, not listening yet."""
+    """Returns a socket that is bound to an address but not listening yet."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
@@ -233,7 +234,7 @@ def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> S
     """Returns the service that options describe."""
     from infer.serve.app import Options, Service
 
-    # Each request has a seed of its own, unless the settings have one for all.
+    # Each request gets its own seed, unless the settings set one for all.
     params = params if "seed" in options else dataclasses.replace(params, seed=None)
     names = ("api_key", "max_waiting", "max_body", "burst_seconds")
     return Service(
@@ -250,7 +251,7 @@ def make_service(llm: LLM, options: dict[str, Any], params: SamplingParams) -> S
 
 
 def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int:
-    """Answers requests until the process is asked to end."""
+    """Answers requests until the process is asked to stop."""
     from infer.serve.app import make_app
     from infer.serve.http_server import REQUESTS, make_server
 
@@ -266,7 +267,7 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
             f"wedlm serve: {service.options.model} at http://{shown}:{port}/v1", flush=True
         ),
     )
-    with StopRequest():  # uvicorn hands the signal on when it is done
+    with StopRequest():  # uvicorn passes the signal on when it is done
         server.run(sockets=[sock])
     if service.engine.programs.is_compiling:
         # XLA crashes if the interpreter ends while it compiles.
@@ -281,14 +282,15 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
 def layered(
     parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the settings of flags, environment and file.
+    """Returns the settings from flags, environment and file.
 
     Args:
-      parser: the parser of the flags; its result has only those given. ``--config`` names the file.
+      parser: parser of the flags; its result contains only those given. ``--config`` names the
+        file.
       environment: environment variables; ``WEDLM_PORT`` is ``--port``.
 
     Raises:
-      InputError: naming the bad variable, or the file and its key.
+      InputError: a value is bad; the message names the variable, or the file and its key.
     """
     flags = vars(parser.parse_args(arguments))
     actions = {
@@ -332,7 +334,7 @@ def _from_environment(
         if name not in actions:
             hint = did_you_mean(name, actions)
             print(
-                f"wedlm serve: {variable} is ignored, as no setting is called so; {hint}",
+                f"wedlm serve: {variable} is ignored, as no setting has this name; {hint}",
                 file=sys.stderr,
             )
             continue
@@ -358,7 +360,7 @@ def _read(origin: str, action: argparse.Action, value: Any) -> Any:
 
 
 class _Reader(argparse.ArgumentParser):
-    """Parses one value; its errors name where the value came from."""
+    """Parses one value; its errors name the value's origin."""
 
     def __init__(self, origin: str):
         super().__init__(add_help=False)

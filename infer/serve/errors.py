@@ -67,7 +67,7 @@ def bad_request(
     """Returns the answer to a request that the library refuses.
 
     Args:
-      fields: the fields with whose name the library's message may begin.
+      fields: fields whose names the library's message may begin with.
       otherwise: the bad field if the message begins with none of them.
     """
     name, colon, _ = str(error).partition(":")

@@ -1,8 +1,7 @@
-"""The fields of a request's body, made from the options of `SamplingParams`, and what is wrong with
-a body.
+"""The fields of a request's body, built from the options of `SamplingParams`, and a body's errors.
 
-Types and names are checked here; bounds and combinations by `SamplingParams`, which alone knows
-them. The API's description has them from the same place.
+Types and names are checked here; bounds and combinations by `SamplingParams`, where they are
+defined. The API's description uses the same definitions.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""OpenAI's fields that this server does not support, and the values that ask for nothing."""
+"""OpenAI's fields that this server does not support, and the values that request nothing."""
 
 
 class Body(BaseModel):
@@ -72,9 +71,9 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream tells beside its text."""
+    """What a stream sends in addition to its text."""
 
-    include_usage: StrictBool = Field(False, description="a last event with the usage of tokens")
+    include_usage: StrictBool = Field(False, description="send a last event with the token usage")
     include_obfuscation: StrictBool = Field(False, description="has no effect")
 
 
@@ -88,7 +87,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer's text is."""
+    """The format of an answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
@@ -102,7 +101,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's name for what an answer's text is."""
+    """The format of an answer's text, as vLLM names it."""
 
     json_: dict[str, Any] | StrictStr | None = Field(None, alias="json")
     json_object: StrictBool | None = None
@@ -120,7 +119,7 @@ def _type_of(name: str, option: Option) -> Any:
 
 
 def _schema_of(option: Option) -> dict[str, Any]:
-    """Returns the bounds, for the description."""
+    """Returns the bounds of an option for the API's description."""
     if option.low is None:
         return {}
     least = "exclusiveMinimum" if option.above else "minimum"
@@ -146,12 +145,12 @@ def _optional(kind: Any, description: str) -> Any:
 def _shared_fields() -> dict[str, Any]:
     return {
         "model": _optional(StrictStr, "as /v1/models names it"),
-        "stream": _optional(StrictBool, "send the answer as it comes, by server-sent events"),
-        "stream_options": _optional(StreamOptions, "of a stream"),
+        "stream": _optional(StrictBool, "send the answer as it comes, as server-sent events"),
+        "stream_options": _optional(StreamOptions, "options of a stream"),
         "window_size": _optional(
             StrictInt, "W, masks decoded in parallel, at most the server's; 0 is autoregressive"
         ),
-        "response_format": _optional(ResponseFormat, "of the text: JSON, or by a JSON schema"),
+        "response_format": _optional(ResponseFormat, "format of the text: JSON, or a JSON schema"),
         "structured_outputs": _optional(StructuredOutputs, "the same, as vLLM names it"),
         "return_token_ids": _optional(StrictBool, "also send the ids of the answer's tokens"),
         "return_trace": _optional(
@@ -179,36 +178,38 @@ CompletionRequest = create_model(
 ChatRequest = create_model(
     "ChatRequest",
     __base__=Body,
-    __doc__="A conversation whose next message is wanted.",
+    __doc__="A conversation to answer.",
     messages=(
         list[dict[str, Any]],
         Field(
             min_length=1,
-            description="each with a role and a content, a text or parts of one; an assistant's "
-            "may have tool_calls and reasoning_content, a tool's the tool_call_id",
+            description="each with a role and a content (a text or parts of one); an assistant's "
+            "may have tool_calls and reasoning_content, a tool's may have tool_call_id",
         ),
     ),
-    tools=_optional(list[dict[str, Any]], "functions that it may call, for the chat template"),
-    tool_choice=_optional(Literal["none", "auto"], "none keeps the tools from the template"),
+    tools=_optional(
+        list[dict[str, Any]], "functions that the model may call, for the chat template"
+    ),
+    tool_choice=_optional(Literal["none", "auto"], "none leaves the tools out of the template"),
     chat_template_kwargs=_optional(
         dict[str, Any], "variables of the chat template, such as enable_thinking"
     ),
-    max_completion_tokens=_optional(StrictInt, "OpenAI's newer name of max_tokens"),
-    logprobs=_optional(StrictBool, "each token's log-probability"),
-    top_logprobs=_optional(StrictInt, "how many of the most probable tokens in its place"),
+    max_completion_tokens=_optional(StrictInt, "OpenAI's newer name for max_tokens"),
+    logprobs=_optional(StrictBool, "return each token's log-probability"),
+    top_logprobs=_optional(StrictInt, "also return this many of the most likely tokens per place"),
     **_sampling_fields("logprobs"),
     **_shared_fields(),
 )
 
 
 def sampling_given(body: BaseModel) -> dict[str, Any]:
-    """Returns the fields of `SamplingParams` that a body gives. Null is "not given", except for
-    fields of which it is a value."""
+    """Returns the fields of `SamplingParams` that a body gives. Null means "not given", except for
+    fields with null as a value."""
     defaults = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     given = {name: getattr(body, name) for name in body.model_fields_set if name in OPTIONS}
     for name, field, value in _by_other_names(body):
         if given.get(field) is not None:
-            raise bad_field(name, f"it says the same as {field}, which is given too")
+            raise bad_field(name, f"means the same as {field}, which is given too")
         given[field] = value
     if isinstance(body, ChatRequest):
         given.pop("logprobs", None)
@@ -229,7 +230,7 @@ def sampling_given(body: BaseModel) -> dict[str, Any]:
 
 
 def _by_other_names(body: Any) -> Iterator[tuple[str, str, Any]]:
-    """Yields what a body gives by another API's name: that name, the field, and the value."""
+    """Yields what a body gives under another API's name: that name, the field, and the value."""
     any_object = {"type": "object"}
     if (form := body.response_format) is not None and form.type != "text":
         schema = any_object if form.json_schema is None else form.json_schema.schema_
@@ -244,7 +245,7 @@ def _by_other_names(body: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def name_given(body: Any, field: str | None) -> str | None:
-    """Returns the name by which a body gives a field of `SamplingParams`."""
+    """Returns the name under which a body gives a field of `SamplingParams`."""
     return next((name for name, of, _ in _by_other_names(body) if of == field), field)
 
 
@@ -257,11 +258,11 @@ def check_refused(body: BaseModel) -> None:
 
 
 def sampling_of(given: Mapping[str, Any], defaults: SamplingParams, context: int) -> SamplingParams:
-    """Returns the sampling parameters of a request: its own, and the server's defaults otherwise;
-    ``max_tokens`` is by default the whole context.
+    """Returns the sampling parameters of a request: its own, and otherwise the server's defaults.
+    ``max_tokens`` defaults to the whole context.
 
     Raises:
-      ApiError: naming the bad field.
+      ApiError: a field is bad; the error names it.
     """
     fields = {"max_tokens": context} | dict(given)
     if fields.get("n", 1) > 1 and "temperature" not in fields and defaults.temperature == 0:
@@ -273,8 +274,8 @@ def sampling_of(given: Mapping[str, Any], defaults: SamplingParams, context: int
 
 
 def error_of_fields(errors: Sequence[Mapping[str, Any]], root: str = "body") -> ApiError:
-    """Returns the answer to pydantic's errors. It names the first bad field; for one of several
-    types it lists what each expected.
+    """Returns the answer to pydantic's errors. It names the first bad field and, if that may have
+    several types, what each expected.
 
     Args:
       root: the first part of each error's ``loc``; empty for none.

@@ -1,8 +1,8 @@
-"""The HTTP server, uvicorn, and what every request passes on its way to a route: limits of time and
-size, the API key, the log, and the last handler of exceptions.
+"""The HTTP server (uvicorn) and what every request passes on its way to a route: limits of time and
+size, the API key, the log, and the last exception handler.
 
-uvicorn waits for ever for the head of a request, and for a client that does not read. Both would
-keep a socket, and the second an answer's memory; `patient_protocol` closes such connections.
+uvicorn waits forever for the head of a request, and for a client that does not read. Both would
+keep a socket, and the second also an answer's memory; `patient_protocol` closes such connections.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REQUESTS = logging.getLogger("wedlm.serve.requests")
 """Logs a line of level INFO for each request, without any text of prompts or answers."""
 
 LONGEST_PATH = 200
-"""The longest path, in characters, that a log line shows."""
+"""Maximum number of characters of a path in a log line."""
 
 PROBED_PATHS = ("/health", "/metrics")
 """Paths that are polled every few seconds: only their failures are logged."""
@@ -48,8 +48,8 @@ def make_server(
     client_timeout: float,
     on_ready: Callable[[], None] = lambda: None,
 ) -> uvicorn.Server:
-    """Returns a server whose ``run(sockets=[...])`` answers requests until SIGTERM or Ctrl-C, and
-    then until the running answers are finished.
+    """Returns a server. Its ``run(sockets=[...])`` answers requests until SIGTERM or Ctrl-C, and
+    then finishes the running answers.
 
     Args:
       grace: seconds after which running answers are cut off.
@@ -78,7 +78,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if under_way := len(self.server_state.tasks):
             LOG.info(
-                "ending: %s under way, for at most %g s more",
+                "shutting down: %s in progress, for at most %g s more",
                 counted(under_way, "answer"),
                 self.config.timeout_graceful_shutdown,
             )
@@ -94,8 +94,9 @@ def patient_protocol(seconds: float) -> type[H11Protocol]:
     """Returns uvicorn's protocol with time limits.
 
     Args:
-      seconds: from the start of the connection, or the first byte of a later request, to the end of
-        the request's head; and the longest time that a client may read nothing of what is sent.
+      seconds: maximum time from the start of the connection, or the first byte of a later request,
+        to the end of the request's head; and maximum time that a client may read nothing of what
+        is sent.
     """
 
     class PatientProtocol(H11Protocol):
@@ -141,9 +142,9 @@ def patient_protocol(seconds: float) -> type[H11Protocol]:
 
 
 class JoinedWrites:
-    """A transport that sends what is written in one turn of the event loop together. Each system
-    call lets the engine's thread take the interpreter, and then waits to have it back; uvicorn
-    writes an answer's head, its pieces and its end apart."""
+    """A transport that joins what is written in one turn of the event loop. During each system call
+    the engine's thread can take the interpreter, and the call then waits to get it back; uvicorn
+    writes an answer's head, its pieces and its end separately."""
 
     def __init__(self, transport: asyncio.Transport):
         self._transport, self._parts = transport, list[bytes]()
@@ -167,14 +168,14 @@ class JoinedWrites:
 
 
 class _Timer:
-    """Calls a function after some seconds, unless it is stopped before."""
+    """Calls a function after some seconds, unless stopped before."""
 
     def __init__(self, seconds: float, call: Callable[[], None]):
         self._seconds, self._call = seconds, call
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Starts, unless it runs already."""
+        """Starts, unless it is already running."""
         if self._handle is None:
             loop = asyncio.get_running_loop()
             self._handle = loop.call_later(self._seconds, self._call)
@@ -192,7 +193,7 @@ class Outcomes:
     """Counts answers by status, logs them, and turns any exception into an answer.
 
     Args:
-      paths: the paths of the routes; calls of others are counted together.
+      paths: paths of the routes; calls to others are counted together.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: tuple[str, ...]):
@@ -219,7 +220,7 @@ class Outcomes:
             # By uvicorn, when the grace period is over.
             if status is not None:
                 raise
-            await ApiError(503, "the server is ending").response(scope, receive, noted)
+            await ApiError(503, "the server is shutting down").response(scope, receive, noted)
         except Exception as error:
             answer = as_api_error(error)
             if answer.status >= 500:
@@ -240,7 +241,7 @@ def key_check(app: ASGIApp, key: str) -> ASGIApp:
     """Returns an application that refuses requests without the API key."""
 
     def digest(key: bytes) -> bytes:
-        # Digests have one length: the time of the comparison reveals nothing about the key.
+        # All digests have the same length, so the comparison's time reveals nothing about the key.
         return hashlib.sha256(key).digest()
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
@@ -263,11 +264,11 @@ def key_check(app: ASGIApp, key: str) -> ASGIApp:
 
 
 def body_limits(app: ASGIApp, most: int, seconds: float) -> ASGIApp:
-    """Returns an application that takes bodies of ``most`` bytes, which have to arrive within
+    """Returns an application that takes bodies of up to ``most`` bytes that arrive within
     ``seconds``."""
 
-    # The rest of a body that is too large, or too slow, is not read. While FastAPI reads a body, an
-    # `HTTPException` is the only one that it passes on.
+    # The rest of a body that is too large or too slow is not read. While FastAPI reads a body, it
+    # passes on no exception but `HTTPException`.
     def refusal(status: int, message: str) -> HTTPException:
         return HTTPException(status, message, {"Connection": "close"})
 
@@ -292,7 +293,7 @@ def body_limits(app: ASGIApp, most: int, seconds: float) -> ASGIApp:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise refusal(408, "the body did not come in time") from None
+                raise refusal(408, "the body did not arrive in time") from None
             size += len(message.get("body", b""))
             whole = not message.get("more_body", False)
             if size > most:

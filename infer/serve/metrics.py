@@ -55,9 +55,9 @@ class Metrics(Collector):
             return Histogram(f"wedlm_{name}", what, buckets=bounds, registry=self._registry)
 
         self.calls = counter("calls", "Answered calls of the API", "path", "status")
-        self.finished = counter("sequences_finished", "Whole completions", "reason")
+        self.finished = counter("sequences_finished", "Finished completions", "reason")
         self.aborted = counter("sequences_aborted", "Completions that nobody waited for")
-        self.errors = counter("errors", "Calls that an exception ended")
+        self.errors = counter("errors", "Calls that ended with an exception")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.completion_tokens = counter("completion_tokens", "Tokens of completions")
         self.sequence_forwards = counter(
@@ -69,7 +69,7 @@ class Metrics(Collector):
         )
         self.between_tokens = histogram(
             "inter_token_seconds",
-            "From tokens to the next ones of the sequence, over how many came",
+            "From a sequence's tokens to its next ones, divided by how many came",
             BETWEEN_TOKENS,
         )
         self.whole = histogram("sequence_seconds", "From the call to the last token", WHOLE)
@@ -79,7 +79,7 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def note_totals(self) -> None:
-        """Notes the totals, for the figures of the last minute. To be called once a second."""
+        """Records the totals for the figures of the last minute. Call it once a second."""
 
         def value(counter: Counter) -> float:
             samples = (sample for metric in counter.collect() for sample in metric.samples)
@@ -114,7 +114,7 @@ class Metrics(Collector):
         yield _counter("forwards", "Forwards of the device", int(device.counters[0]))
         masks, masks_accepted, lookup, lookup_accepted = device.drafts
         for name, what, *values in (
-            ("drafts", "Drafts that were checked, by where they came from", masks, lookup),
+            ("drafts", "Drafts that were checked, by source", masks, lookup),
             ("drafts_accepted", "Drafts that were committed", masks_accepted, lookup_accepted),
         ):
             family = CounterMetricFamily(f"wedlm_{name}", what, labels=["of"])
@@ -123,9 +123,9 @@ class Metrics(Collector):
             yield family
         yield _counter("prefix_hit_tokens", "Tokens found in the cache", counters.prefix_tokens)
         yield _counter("prefix_miss_tokens", "Tokens of prompts to compute", counters.prompt_tokens)
-        yield _counter("preemptions", "Sequences put back for want of pages", counters.preemptions)
-        yield _counter("compile_seconds", "Spent on compiling", served.engine.compile_seconds)
-        yield _counter("engine_restarts", "After an exception in a step", served.restarts)
+        yield _counter("preemptions", "Sequences put back for lack of pages", counters.preemptions)
+        yield _counter("compile_seconds", "Time spent compiling", served.engine.compile_seconds)
+        yield _counter("engine_restarts", "Restarts after an exception in a step", served.restarts)
         for name, value in self._recent.figures().items():
             yield _gauge(name, f"{RECENT[name]}, in the last minute", value)
 
@@ -139,7 +139,7 @@ def _counter(name: str, what: str, value: float) -> CounterMetricFamily:
 
 
 class SequenceTimes:
-    """Measures when the tokens of a sequence come, from its call on."""
+    """Measures when the tokens of a sequence come, counted from its call."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -173,7 +173,7 @@ class Recent:
         self._notes: collections.deque[tuple[float, Totals]] = collections.deque()
 
     def note(self, totals: Totals) -> None:
-        """Records the totals of now."""
+        """Records the current totals."""
         now = time.monotonic()
         self._notes.append((now, totals))
         while now - self._notes[0][0] > RECENT_SECONDS:

@@ -3,7 +3,7 @@ in the background.
 
 A server starts with two compiled programs: a fast one for requests without special options, and one
 for every option. So no request waits for the compiler: what the fast one cannot decode, the other
-decodes at once, until one that fits better has been compiled.
+decodes until a program that fits better has been compiled.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from wedlm_jax.engine.loop import EngineLoop, Parcels
 LOG = logging.getLogger("wedlm.serve")
 
 MOST_PROGRAMS = 8
-"""The most programs compiled only because they fit better: each takes memory, and its compilation
-processor time."""
+"""Maximum number of programs compiled only because they fit better: each takes memory, and
+compiling it takes processor time."""
 
 
 class Programs:
@@ -46,7 +46,8 @@ class Programs:
     def admit(
         self, waiting: Sequence[Request]
     ) -> tuple[list[Request], list[Request], list[Failed], Traits]:
-        """Chooses which requests can join the running ones, and starts to compile what is missing.
+        """Chooses the requests that can join the running ones, and starts to compile what is
+        missing.
 
         Returns:
           the requests that can join, those that wait for a program, those that cannot be decoded,
@@ -73,8 +74,8 @@ class Programs:
         return ready, held, failed, traits
 
     def _compile_next(self, held: Sequence[Request], running: Traits) -> None:
-        """Starts to compile the most needed program: what the first that waits needs, everything,
-        or what fits those that run better."""
+        """Starts to compile the program needed most: for the first waiting request, for everything,
+        or one that fits the running requests better."""
         engine = self._engine
         if held:
             needed = engine.traits_with([held[0]]).rounded
@@ -155,7 +156,7 @@ class ServedEngine(EngineLoop):
         self._loop.call_soon_threadsafe(super()._hand_out, parcels)
 
     def _failed(self, error: Exception) -> None:
-        LOG.error("the engine failed; it starts afresh without what was under way", exc_info=error)
+        LOG.error("the engine failed; it restarts without requests in progress", exc_info=error)
 
     def _stepped(self) -> None:
         self.counters = self.engine.counters

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API sends them, whole or in the chunks of a stream, and their description for
+"""Answers in the shape of OpenAI's API, whole or as chunks of a stream, and their description for
 `/openapi.json`."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.text import TextCodec
 
 IMPOSSIBLE = -9999.0
-"""The API's log-probability of the impossible: JSON has no −∞."""
+"""The API's log-probability of an impossible token, as JSON has no −∞."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What is new of one choice: its index, its new tokens and the new part of its trace."""
+    """What is new in one choice: its index, its new tokens and the new part of its trace."""
 
     index: int
     chunk: Chunk
@@ -34,10 +34,10 @@ class TextShape:
     """Builds the answer to a call of /v1/completions.
 
     Args:
-      call: what was asked.
+      call: the call to answer.
       model: the model's name in the API.
       logprobs: builds log-probabilities.
-      identity: the end of the answer's id, and its time of creation; by default a random id, now.
+      identity: the end of the answer's id, and its creation time; by default a random id and now.
     """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -159,8 +159,8 @@ class ChatShape(TextShape):
 
 
 class LogprobShapes:
-    """Builds log-probabilities. Tokens are named by their texts, no two alike; without a tokenizer,
-    by their ids."""
+    """Builds log-probabilities. Tokens are named by unique texts or, without a tokenizer, by their
+    ids."""
 
     def __init__(self, codec: TextCodec | None):
         @functools.lru_cache(maxsize=2**16)
@@ -182,8 +182,8 @@ class LogprobShapes:
     def of_text(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], offset: int
     ) -> dict[str, Any]:
-        """Returns log-probabilities in the completion's shape, of tokens whose text begins
-        ``offset`` characters into it."""
+        """Returns log-probabilities in the completion's shape, for tokens whose text begins at
+        character ``offset``."""
         offsets = []
         for token_id in token_ids:
             offsets.append(offset)
@@ -214,7 +214,7 @@ class LogprobShapes:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
 
     def _name(self, token_id: int) -> str:
-        """Returns a token's text; if it is not whole characters, its bytes, marked as such."""
+        """Returns a token's text or, if that is not whole characters, its bytes, marked as such."""
         data = self._bytes(token_id)
         try:
             return data.decode()
@@ -248,7 +248,7 @@ class TokenDetails(BaseModel):
 
 DraftCounts = create_model(
     "DraftCounts",
-    __doc__="Drafts that were checked, by where they came from, and those that were accepted.",
+    __doc__="Drafts that were checked, by source, and those that were accepted.",
     **dict.fromkeys(Drafts._fields, int),  # type: ignore[call-overload]
 )
 
@@ -360,4 +360,4 @@ _SUCCESSES: Mapping[str, dict[str, Any]] = {
 RESPONSES: Mapping[str, dict[int | str, dict[str, Any]]] = {
     path: {200: success, "default": {"model": Error}} for path, success in _SUCCESSES.items()
 }
-"""The answers of each route, as FastAPI takes them."""
+"""The answers of each route, in FastAPI's format."""

@@ -83,7 +83,7 @@ def test_a_drafter_is_a_folder_or_a_recipe(tmp_path):
     assert read_drafter(str(tmp_path)) == recipe
     with pytest.raises(InputError, match="neither a drafter's folder nor a recipe"):
         read_drafter(str(tmp_path / "none"))
-    with pytest.raises(InputError, match="says nothing of a drafter's adapters"):
+    with pytest.raises(InputError, match="expected a description of a drafter's adapters"):
         read_drafter(str(ROOT / "configs" / "wedlm_8b.yaml"))
 
 

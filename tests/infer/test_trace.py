@@ -119,7 +119,7 @@ FORWARD = ("sequences", 0, "forwards", 0)
 
 DAMAGE = [
     (("format",), "x", 'expected an object with "format": "wedlm-trace"'),
-    (("version",), 2, "version 2; this one reads 1"),
+    (("version",), 2, "version 2; expected 1"),
     (("sequences",), [], "sequences: expected a list of at least one"),
     (("sequences", 0), 3, "sequence 0: expected an object"),
     (("sequences", 0, "forwards"), [], "sequence 0: forwards: expected at least one"),

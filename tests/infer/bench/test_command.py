@@ -125,7 +125,7 @@ BAD_OPTIONS = {
     "--output /no/such/speeds.json": "no such folder",
     "--temperature 1": "--temperature is an option of identity, not of windows",
     "--compare drafts --window-size 4": "of windows and identity, not of drafts",
-    "--compare identity --window-size 0": "name one",
+    "--compare identity --window-size 0": "name another window",
     "--rival transformers --quantization int8": "not rounded",
     "--rival transformers": r"wedlm-jax\[rival\]",
 }
@@ -157,4 +157,4 @@ def test_the_help_says_which_comparison_has_which_option(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "one or more [windows 1 8 32 128, drafts 1 8 32, identity 64]" in text
     assert "--passes N windows, drafts: timed passes [3]" in text
-    assert "--max-tokens N the most tokens of a completion [160]" in text
+    assert "--max-tokens N maximum tokens of a completion [160]" in text

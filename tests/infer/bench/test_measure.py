@@ -65,5 +65,5 @@ def test_a_speed_is_against_the_same_turn_and_says_how_far_turns_differ():
     assert list(shown.columns[2].cells) == ["1.00×", "1.25× (1.00–2.00)"]
     assert shown.caption is None
     assert speed_table([dataclasses.replace(AR, seconds=[0.2, 0.2])]).caption == (
-        "passes of 0.2 s say little: more --prompts make them longer"
+        "passes of 0.2 s are too short to trust: more --prompts make them longer"
     )

@@ -19,8 +19,8 @@ RECIPE = "configs/wedlm_8b.yaml"
 BAD_OPTIONS = {
     "": "--predict needs --model: a folder, or a recipe with its sizes",
     f"--model {RECIPE} --window-size auto": "expected numbers for --window-size, not auto",
-    f"--model {RECIPE} --compare drafts": "--compare goes without --predict",
-    f"--model {RECIPE} --passes 2": "--passes goes without --predict",
+    f"--model {RECIPE} --compare drafts": "--compare does not go with --predict",
+    f"--model {RECIPE} --passes 2": "--passes does not go with --predict",
     "--model configs/drafter.yaml": "expected a recipe with model.architecture",
     "--model nowhere": "nowhere: no such folder",
     "--model STOCK": "was not trained on masks; give a --drafter, or --window-size 0",

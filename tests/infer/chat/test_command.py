@@ -98,7 +98,7 @@ def test_what_an_answer_took():
         "[3 tokens, 1.50 tokens per forward, 6 tokens/s, 16 cached]"
     )
     cut = Completion("a b", [5, 6], "length", 2, 9)
-    assert figures(cut, 0.5, stopped=False).endswith("0 cached, cut at its longest]")
+    assert figures(cut, 0.5, stopped=False).endswith("0 cached, cut at the token limit]")
     part = Completion("a b", [5, 6], None, 2, 9)
     assert figures(part, 0.5, stopped=True).endswith("0 cached, stopped]")
 

@@ -125,8 +125,8 @@ def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm):
         )
         lengths.append(len(long.messages))
     assert told == [
-        f"the context of {CONTEXT} tokens is full: from now on the oldest messages leave it, and "
-        "the model no longer knows them"
+        f"the context of {CONTEXT} tokens is full: from now on the oldest messages are dropped, "
+        "and the model no longer sees them"
     ]
     kept = [one["content"] for one in long.messages if one["role"] == "user"]
     assert 0 < len(kept) < len(messages)
@@ -173,7 +173,7 @@ def test_a_conversation_is_saved_once(llm, conversation, tmp_path):
     (line,) = file.read_text(encoding="utf-8").splitlines()
     expected = [{"role": "system", "content": "be brief"}, *asked("thé cat", answer)]
     assert json.loads(line) == {"messages": expected}
-    with pytest.raises(InputError, match=f"^/save: {file} is there already$"):
+    with pytest.raises(InputError, match=f"^/save: {file} already exists$"):
         follow(f"/save {file}", conversation, llm)
     with pytest.raises(InputError, match="No such file"):
         follow(f"/save {tmp_path}/none/a.json", conversation, llm)
@@ -202,8 +202,8 @@ ORDER_BY_ORDER = [
     ("/window 2", "window 2"),
     ("/temperature", "temperature 0"),
     ("/temperature 0.7", "temperature 0.7"),
-    ("/system be brief", "the system's message is set"),
-    ("/system", "no system's message"),
+    ("/system be brief", "the system message is set"),
+    ("/system", "no system message"),
     ("/reset ", "forgotten"),
 ]
 
@@ -247,7 +247,7 @@ def test_windows_that_are_no_number(checkpoint, stock, model_type, window, line,
 BAD_ORDERS = {
     "/mode fast": "mode: expected one of",
     "/window 5": "/window: expected 0 to 4",
-    "/window auto": "/window: auto is chosen when a chat begins, by --window-size auto",
+    "/window auto": "/window: auto needs a chat that was started with --window-size auto",
     "/window x": "/window: expected a number",
     "/temperature hot": "/temperature: expected a number, not 'hot'",
     "/temperature -1": "temperature: expected a number from 0",

@@ -45,7 +45,7 @@ def test_files_and_folders_are_one_row_after_the_other(work, model, quick, capsy
     done = results("out")
     assert [record["id"] for record in done] == [record["id"] for record in records]
     assert (done[7]["line"], done[7]["file"]) == (5, "folder/b/c.jsonl")
-    assert "1 file in the folders, neither .jsonl nor .parquet, not read" in capsys.readouterr().err
+    assert "1 file in the folders not read: neither .jsonl nor .parquet" in capsys.readouterr().err
 
     # Moved as a whole, the input is the same.
     (work / "moved").mkdir()
@@ -96,7 +96,7 @@ def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, caps
     assert main(["generate", "--input", name, "more.jsonl", "--output", "out"]) == 2
     assert "a pipe is read alone, without other input" in capsys.readouterr().err
     assert run(model, "--num-hosts", "2", "--host-id", "0", input=name, output="out") == 2
-    assert "one pipe is not read by several hosts" in capsys.readouterr().err
+    assert "several hosts cannot read one pipe" in capsys.readouterr().err
 
 
 IS_DAMAGED = "the compressed data is damaged ("
@@ -107,7 +107,7 @@ REFUSED = [
     ("empty", "out.jsonl", NO_FILE),
     ("nothing.jsonl", "out.jsonl", "nothing.jsonl: has no records"),
     ("blank.jsonl", "out", "blank.jsonl: has no records"),
-    ("in.jsonl.bz2", "out.jsonl", "in.jsonl.bz2: is compressed; unpack it, or pipe what it"),
+    ("in.jsonl.bz2", "out.jsonl", "in.jsonl.bz2: is compressed; unpack it, or pipe its contents"),
     ("no-parquet.parquet", "out.jsonl", "no-parquet.parquet: cannot be read as Parquet ("),
     ("words.parquet", "out.jsonl", NO_COLUMN),
     ("folder folder/in.jsonl", "out", "folder/in.jsonl: is named twice as input"),
@@ -325,7 +325,7 @@ def test_parquet_rows_are_those_of_jsonl(model, quick, group, capsys):
     assert results() == results("plain.jsonl")
     assert [record.get("line") for record in results()] == [None] * 4 + [5, 6, None, 8, 9, None]
     printed = capsys.readouterr().err
-    assert printed.count("keys that are not read, and passed on to the output: source\n") == 2
+    assert printed.count("keys that are not read but copied to the output: source\n") == 2
 
 
 def test_sampling_in_a_column_is_a_struct_or_a_text_of_json(model, quick):

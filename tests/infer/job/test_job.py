@@ -208,14 +208,14 @@ def test_what_no_job_has_written_is_kept(model, quick, capsys):
     write([{"prompt": "mine"}], "out.jsonl")
     before = Path("out.jsonl").read_bytes()
     assert run(model) == 2
-    assert "out.jsonl: exists, and no job has written it; choose" in capsys.readouterr().err
+    assert "out.jsonl: exists, but was not written by a job; choose" in capsys.readouterr().err
     assert Path("out.jsonl").read_bytes() == before
     assert not Path("out.jsonl.shards").exists()
     assert run(model, "--overwrite") == 0
     assert Path("out.jsonl").read_bytes() != before
     write([{"prompt": "mine"}], "folder/mine.jsonl")
     assert run(model, "--overwrite", output="folder") == 2
-    expected = "folder: expected a new folder, or a job's, but it contains mine.jsonl"
+    expected = "folder: expected a new folder or a job's, but it contains mine.jsonl"
     assert expected in capsys.readouterr().err
 
 

@@ -44,7 +44,7 @@ BAD_LINES = [
     ('["a"]', 'not a JSON object (["a"])'),
     ('{"prompt": "a", "prompt": "b"}', "not JSON (duplicate key 'prompt')"),
     ('{"promt": "a"}', "not none; 'promt' is not read; did you mean 'prompt'?"),
-    ('{"prompt": "a", "line": 1}', "'line' is a key of the output, where this record's own 'line'"),
+    ('{"prompt": "a", "line": 1}', "'line' is a key of output records, to which this record's own"),
     ('{"prompt": "a", "x": %s}' % ("[" * 900 + "]" * 900), "nested more than 100 deep"),
     ('{"id": "q"}', "expected exactly one of prompt, prompt_token_ids, messages, not none"),
     ('{"prompt": "a", "messages": []}', ", not prompt and messages"),
@@ -61,7 +61,7 @@ BAD_LINES = [
     ('{"prompt": "a", "id": 1}', "duplicate id: record 1 has it (one without an id has its num"),
     ('{"prompt": "a", "window_size": 5}', "window_size: expected 0 to 4, the engine's own, not 5"),
     ('{"prompt": "a", "window_size": true}', "window_size: expected an integer, not true"),
-    ('{"prompt": "a", "sampling": {"window_size": 2}}', "window_size: expected beside sampling"),
+    ('{"prompt": "a", "sampling": {"window_size": 2}}', "window_size: expected next to sampling"),
     ('{"prompt": "a", "sampling": 5}', "sampling: expected an object, not 5"),
     ('{"prompt": "a", "sampling": {"temprature": 1}}', "did you mean 'temperature'?"),
     (
@@ -286,11 +286,11 @@ BAD = [
     (chat("x") | {"priority": 1}, "unknown key 'priority'"),
     (chat("x", top_p=2), "top_p: expected a number above 0, up"),
     (chat("x", max_tokens="5"), "max_tokens: input should be a valid integer"),
-    (chat("x", stream=True), "stream: not in a job"),
+    (chat("x", stream=True), "stream: not allowed in a job"),
     (chat("x", tools=[{"type": "function"}]), "tools: this checkpoint's chat template does not"),
     (chat("x", max_tokens=400), "exceed max_model_len 320"),
     (text("x", "a", echo=True), "echo: not supported"),
-    (text("x", ["a", "b"]), "prompt: expected one in a record, not 2"),
+    (text("x", ["a", "b"]), "prompt: expected one per record, not 2"),
     (text(7, "a"), "custom_id: expected a text, not 7"),
 ]
 

@@ -46,7 +46,7 @@ def test_actors_finish_what_a_host_has_begun_and_give_the_same_rows(cluster, wor
     capsys.readouterr()
     assert run(model, "--ray", "--ray-actors", "2", output="out") == 0
     printed = capsys.readouterr().err
-    assert "shards to finish, by 2 actors under Ray" in printed
+    assert "shards to finish, by 2 actors with Ray" in printed
     assert contents("out") == contents("alone")
     ours, theirs = (read_json(f"{folder}/stats.json") for folder in ("out", "alone"))
     for stats in (ours, theirs):

@@ -46,7 +46,7 @@ def test_results_and_errors_have_them(model, quick, capsys):
     assert list(none) == KEYS
     assert other["x"] == 1
     printed = capsys.readouterr().err
-    assert "not read, and passed on to the output: topic, source, score, , x\n" in printed
+    assert "not read but copied to the output: topic, source, score, , x\n" in printed
     assert "did you mean" not in printed
 
 
@@ -102,7 +102,7 @@ def test_values_of_tables_become_those_of_json(model, quick):
 def test_what_looks_misspelt_is_told_once(model, quick, capsys):
     hints = {
         "smapling": "'smapling' is not read; did you mean 'sampling'?",
-        "temperature": "'temperature' is not read here, but within \"sampling\"",
+        "temperature": "'temperature' is read only within \"sampling\"",
         "max_token": "'max_token' is not read; did you mean 'max_tokens' within \"sampling\"?",
     }
     write([{"prompt": "a"}, *({"prompt": "a", "topic": 2, **hints} for _ in range(5))])
@@ -119,7 +119,7 @@ def test_keys_of_the_output_are_refused_at_the_first_record(model, never_decodes
     write(records) if kind == "jsonl" else write_parquet(records, "in.parquet")
     assert run(model, input=f"in.{kind}") == 2
     where = "in.jsonl line 1" if kind == "jsonl" else "in.parquet"
-    assert f"{where}: 'text' is a key of the output" in capsys.readouterr().err
+    assert f"{where}: 'text' is a key of output records" in capsys.readouterr().err
     assert os.listdir() == [f"in.{kind}"]
 
 

@@ -161,7 +161,7 @@ def test_a_job_that_has_just_begun_keeps_its_folder(model, quick, meanwhile, cap
     assert run(model, output="out") == 0
     assert other == [2]
     printed = capsys.readouterr().err
-    assert "out: another job has begun here (seed is 0 there and 5 here), and has no" in printed
+    assert "out: another job has begun here (seed is 0 there and 5 here) and has no" in printed
     assert [record["id"] for record in results("out")] == list(range(1, 8))
 
 

@@ -90,7 +90,7 @@ def test_bad_files_and_variables_are_named(folder, capsys):
     with pytest.raises(InputError, match="WEDLM_PORT: invalid int value: 'x'"):
         settings(WEDLM_PORT="x")
     assert settings(WEDLM_PROT="1", OTHER="2") == {}
-    warning = "WEDLM_PROT is ignored, as no setting is called so; did you mean 'port'?"
+    warning = "WEDLM_PROT is ignored, as no setting has this name; did you mean 'port'?"
     assert warning in capsys.readouterr().err
     for text, sentence in BAD_FILES:
         (folder / "wedlm.toml").write_bytes(text.encode("latin-1"))
@@ -104,7 +104,7 @@ BAD_FLAGS = [
     ("--max-waiting -1", "--max-waiting: expected 0 or more, not -1"),
     ("--api-key=", "--api-key: expected a key"),
     ("--temperature -1", "--temperature: expected a number"),
-    ("--n 2 --temperature 1", "--n: requests say how many"),
+    ("--n 2 --temperature 1", "--n: each request sets its own"),
     ("--host nowhere.invalid", "--host nowhere.invalid --port 8000: "),
     ("--port 0 --model missing", "missing"),
     ("--port TAKEN --model missing", "in use"),
@@ -212,7 +212,7 @@ def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason():
 
     asyncio.run(cut_off())
     assert sent[:2] == [None, b"data: 1\n\n"]
-    assert b"the server is ending" in sent[2]
+    assert b"the server is shutting down" in sent[2]
     assert sent[2].endswith(b"data: [DONE]\n\n")
     assert ended
 
@@ -231,7 +231,7 @@ def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint):
         assert process.wait(20) == 0
         answer = asked.result(20)
         assert answer.status_code == 503
-        assert "the server is ending" in answer.json()["error"]["message"]
+        assert "the server is shutting down" in answer.json()["error"]["message"]
 
 
 def test_quiet_turns_the_lines_off(monkeypatch):

@@ -165,7 +165,7 @@ CHAT_FIELDS = [
         {"top_logprobs": 99, "logprobs": True},
         "top_logprobs: expected an integer from 0 to 20, not 99",
     ),
-    ({"max_completion_tokens": 3, "max_tokens": 3}, "says the same as max_tokens"),
+    ({"max_completion_tokens": 3, "max_tokens": 3}, "means the same as max_tokens"),
     ({"max_completion_tokens": 9999}, "exceed max_model_len 1024"),
     ({"max_completion_tokens": 0}, "max_tokens: expected an integer of at least 1"),
     ({"prompt": "x"}, "unknown field 'prompt'"),
@@ -176,7 +176,7 @@ CHAT_FIELDS = [
         'json_schema: Unimplemented keys: ["not"]',
     ),
     ({"response_format": {"type": "json_schema"}}, "response_format: expected json_schema"),
-    ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "says the same as json_schema"),
+    ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "means the same as json_schema"),
     ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
     ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
     ({"regex": "a", "response_format": JSON_OBJECT}, "regex: expected none"),
@@ -192,7 +192,7 @@ BAD_MESSAGES = [
     ({"role": "king", "content": "x"}, "role", f"messages[0].role: {ROLES}"),
     (IMAGE, "content.0", f"messages[0].content[0]: 'image_url' is not taken; {MESSAGES_READ}"),
 ]
-PLACES = "37 completions are asked for; this server takes 36 at most"
+PLACES = "37 completions are requested; this server takes 36 at most"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 REFUSALS = [
     *(
@@ -231,7 +231,7 @@ NO_REQUESTS = [
     (b'{"prompt": "x", "temperature": NaN}', "temperature"),
     (b'{"prompt": "x", "temperature": 1e999}', "temperature"),
     (b"[" * 100_000, "not valid JSON (it is nested too deeply)"),
-    (b"\xff\xfe\x00", "not valid JSON (it is not text in UTF-8)"),
+    (b"\xff\xfe\x00", "not valid JSON (it is not UTF-8 text)"),
     (b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}", ""),
 ]
 

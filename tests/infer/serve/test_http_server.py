@@ -93,7 +93,7 @@ NOT_ENOUGH = [
     (b"", None, b""),
     (GET[:14], None, b""),
     (GET + GET[:8], b"200", b""),
-    (PART_OF_A_BODY, b"408", b"the body did not come in time"),
+    (PART_OF_A_BODY, b"408", b"the body did not arrive in time"),
     (head(Content_Length=10**15), b"413", b"the body is larger than"),
 ]
 

@@ -199,7 +199,7 @@ def test_a_command_says_once_that_it_does_not_sample_as_advised(
 ):
     write(folder, **values)
     load({"model": str(folder), "window_size": 4, "batch_size": 1, **options})
-    message = [one for one in capsys.readouterr().err.splitlines() if "advises to sample" in one]
+    message = [one for one in capsys.readouterr().err.splitlines() if "advises sampling" in one]
     assert len(message) == told
     if told:
         assert "(temperature 0.6, top_p 0.95, top_k 20)" in message[0]
