@@ -273,7 +273,9 @@ def _check_combination(options: dict[str, Any]) -> None:
     if alone:
         raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
     if "input" in options and options.get("seed", 0) in (None, -1):
-        raise InputError("--seed: expected a number with --input, so that a restart can repeat it")
+        raise InputError(
+            "--seed: expected a number with --input, so that a restart gives the same records"
+        )
     if "trace" in options and "prompt" not in options:
         raise InputError("--trace goes with --prompt")
     if "prompt" in options and options["warmup"]:

@@ -1,4 +1,5 @@
-"""Draws figures; only they import matplotlib. `wedlm plot` draws a trace as slots against forwards.
+"""Figures, for which alone matplotlib is imported; and `wedlm plot`, which draws a trace, slots
+against forwards.
 
 Tested by tests/infer/test_trace.py.
 """

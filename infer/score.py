@@ -25,7 +25,7 @@ class Score(Tally):
       as_first: share of completions with exactly the tokens of the first decoder.
       ar_agrees: share of tokens that the autoregressive head finds most likely, given all tokens
         before them.
-      seconds: wall-clock time of each timed pass over all prompts, with prefill, without compiling.
+      seconds: wall-clock time of each timed pass, prefill included, compiling excluded.
     """
 
     decoder: str

@@ -34,7 +34,7 @@ class Rival:
     """A model of transformers that decodes greedily, on the CPU.
 
     Args:
-      subject: model whose weights are used; if they are random, only its shape is.
+      subject: model whose weights are used; if they are random, only its shape is used.
 
     Attributes:
       forwards: forwards of all batches so far, those of prompts included.

@@ -75,10 +75,10 @@ class Speed:
       way, regime: names.
       sequences: number of sequences that decode together.
       prompts, tokens, forwards: counts of one pass over all prompts.
-      seconds: wall-clock time of each timed pass, with prompts, without compiling.
+      seconds: wall-clock time of each timed pass, prefill included, compiling excluded.
       compile_seconds: time spent compiling; programs kept from earlier runs are not compiled again.
       drafts: drafts checked and accepted in one pass, by source.
-      computed: forwards of the device in one pass, and real tokens in them, with those of prompts;
+      computed: forwards of the device in one pass, and real tokens in them, prompt tokens included;
         None for a rival.
       by_products: speed-up over the first way if only matrix products took time.
     """

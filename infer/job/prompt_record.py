@@ -110,7 +110,8 @@ def prepared_record(
       chat: whether a ``prompt`` is a user message, for the chat template.
 
     Raises:
-      InputError: a field is wrong, or the model cannot decode the record.
+      InputError: a field is wrong, or the model cannot decode the record; the message says which
+        and why.
     """
     kinds = [kind for kind in PROMPT_KINDS if kind in fields]
     if len(kinds) != 1:

@@ -114,7 +114,7 @@ def error_record(
 
 
 def writable(text: str) -> str:
-    """Escapes what UTF-8 cannot encode and messages or file names may contain."""
+    """Escapes what UTF-8 cannot encode, which messages and file names may contain."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -1,4 +1,5 @@
-"""Turns a request's body into a call: checks and tokenizes it, and refuses it without room."""
+"""Turns a request's body into a call: checks and tokenizes it, and refuses it if there is no
+room."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ NOTES = f"""\
 Decoding options are the defaults of requests that do not set them.
 
 Every option can also be set by an environment variable ({PREFIX}PORT=8080 is --port 8080) or in the
-table [{TABLE}] of {FILE} (port = 8080), in the working directory or at --config. Flags override
-variables, and variables override the file. Prefer {PREFIX}API_KEY for the key: other users of this
-machine can see command lines.
+table [{TABLE}] of {FILE} (port = 8080), in the working directory or where --config points. Flags
+override variables, and variables override the file. Prefer {PREFIX}API_KEY for the key: other users
+of this machine can see command lines.
 
 Ctrl-C or SIGTERM stops the server: it accepts no more requests, and ends when running answers are
 finished, or after --grace seconds.
