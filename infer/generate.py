@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
         help="treat a prompt as a user message and apply the chat template",
     )
     add_engine_options(
-        result.add_argument_group("model"), batch_size="16; 1 with --prompt, or as many as --n"
+        result.add_argument_group("model"), batch_size="16; 1 with --prompt, unless --n is above 1"
     )
     add_decoding_options(result.add_argument_group("decoding"))
     _add_job(result.add_argument_group("with --input"))

@@ -39,7 +39,7 @@ def test_help_names_the_defaults_that_hold(capsys):
     no_masks = "0 for a checkpoint that was not trained on masks"
     expected["window-size"] = f"auto, but {DEFAULT_WINDOW} in mode paper; {no_masks}"
     expected["batch-size"] = (
-        f"{library['max_batch_size'].default}; 1 with --prompt, or as many as --n"
+        f"{library['max_batch_size'].default}; 1 with --prompt, unless --n is above 1"
     )
     expected["shard-size"], expected["grace"] = str(SHARD_SIZE), str(GRACE_SECONDS)
     expected["num-hosts"] = "1"
