@@ -1,2 +1,1 @@
-"""Measurements for those who work on this project: `python -m benchmarks.NAME --help`. What users
-measure is `wedlm bench`."""
+"""Measurements for developers: `python -m benchmarks.NAME --help`. For users: `wedlm bench`."""

@@ -1,5 +1,5 @@
-"""What each backend of dual-stream attention costs, forward and backward, as rows grow: matrix
-products in the compiled program, memory beside arguments and results, and milliseconds."""
+"""Measures what each backend of dual-stream attention costs, forward and backward, as rows grow:
+matrix products in the compiled program, memory besides arguments and results, and milliseconds."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from wedlm_jax.masks import DualStreamMask
 
 BLOCK_SIZE = 32
 KERNELS = ("tpu_custom_call", "$xla.gpu.triton", "__cublas")
-"""Calls whose products the compiled program does not show."""
+"""Calls whose products are not visible in the compiled program."""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = new_parser("attention", __doc__)
     add = parser.add_argument
-    add_numbers(parser, "--lengths", [2048, 4096, 8192, 16384], "L of a row; both streams have 2 L")
-    add_numbers(parser, "--time-up-to", 2048, "longest row to run, and not only to compile")
+    add_numbers(parser, "--lengths", [2048, 4096, 8192, 16384], "L of a row; both streams: 2 L")
+    add_numbers(parser, "--time-up-to", 2048, "longest row to run and not just compile")
     add_numbers(parser, "--heads", 8, "query heads")
     add_numbers(parser, "--kv-heads", 2, "key and value heads")
     add_numbers(parser, "--head-dim", 64, "width of a head")
     dtypes = ("float32", "bfloat16")
-    add("--dtype", choices=dtypes, default="float32", help="of queries, keys, values [float32]")
+    meaning = "type of queries, keys and values [float32]"
+    add("--dtype", choices=dtypes, default="float32", help=meaning)
     backends = ["dense", "streams", "blockwise"]
     add(
         "--attention",

@@ -1,5 +1,5 @@
-"""A long prompt among others: what its last chunk costs against its first, and how long others
-wait for their tokens meanwhile. Weights are random."""
+"""Measures a long prompt among other sequences: what its last chunk costs against its first, and
+how long the others wait for their tokens meanwhile. Weights are random."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from wedlm_jax.host.command_line import run_command
 from wedlm_jax.params import SamplingParams
 
 CHUNK = 1024
-"""How many of the prompt's first tokens are compared with its last; a forward computes fewer."""
+"""First tokens of the prompt, compared with as many last ones; a forward computes fewer."""
 OTHERS = 4
-"""The number of sequences that decode while the prompt is computed, each one token per forward."""
+"""Sequences that decode while the prompt is computed, each one token per forward."""
 OTHERS_TOKENS = 32
-"""Of their prompts."""
+"""Tokens of their prompts."""
 QUIET_FORWARDS = 64
-"""Forwards of a burst in which they are alone."""
+"""Forwards per burst while they are alone."""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = new_parser("chunks", __doc__)
     add_numbers(parser, "--prompt-tokens", 16_384, "tokens of the long prompt")
-    shape = "whose weights are random [embedded, with a long context]"
+    shape = "shape of the model, with random weights [embedded, with a long context]"
     parser.add_argument("--shape", default="embedded", choices=tuple(SHAPES), help=shape)
     add_engine_options(parser, names=("dtype",))
     options = parser.parse_args(arguments)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(f"--prompt-tokens: expected {2 * CHUNK} to {longest - 1}, not {tokens}")
     report = Report(options.output)
     subject = random_subject(options.shape, vars(options))
-    room = tokens + OTHERS * tokens // 4  # the others have a token for several of the prompt
+    room = tokens + OTHERS * tokens // 4  # the prompt gets several tokens for one of the others
     page_size = PAGE_SIZES.get(jax.default_backend(), PAGE_SIZES["gpu"])
     engine = subject.engine(
         0,
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _figures(config: ModelConfig, tokens: int, passes: Sequence[_Pass]) -> dict[str, float]:
-    """Returns medians over the passes, by what they are. The products of the last chunk against
-    those of the first are counted, those of visible places alone."""
+    """Returns medians over the passes, by name. The products of the last chunk against those of the
+    first are counted, not measured, and only over visible places."""
 
     def median(value: Callable[[_Pass], float]) -> float:
         return statistics.median(value(one) for one in passes)
@@ -103,16 +103,16 @@ def _figures(config: ModelConfig, tokens: int, passes: Sequence[_Pass]) -> dict[
 
 
 def products_of(config: ModelConfig, before: int) -> float:
-    """Multiplications of `CHUNK` tokens that stand after ``before`` others: of linear layers, and
-    of attention to the places that each of them sees."""
+    """Returns the multiplications for `CHUNK` tokens after ``before`` others: in linear layers, and
+    in attention to the places that each token sees."""
     linear = config.num_parameters(embeddings=False) * CHUNK
     seen = CHUNK * before + CHUNK * (CHUNK + 1) // 2
     return linear + config.attention_per_place * seen
 
 
 class _Burst(NamedTuple):
-    """Seconds and forwards, the prompt's tokens that were computed, and how many of the others got
-    a token."""
+    """Holds seconds, forwards, computed tokens of the prompt, and how many of the others got a
+    token."""
 
     seconds: float
     forwards: int
@@ -122,15 +122,15 @@ class _Burst(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Pass:
-    """Bursts of the prompt alone, a forward each; of all together; and of the others alone."""
+    """Holds the bursts of the prompt alone, a forward each; of all together; and of the others."""
 
     alone: list[_Burst]
     among: list[_Burst]
     others: list[_Burst]
 
     def chunk_seconds(self, start: int) -> float:
-        """Returns how long a chunk of `CHUNK` tokens takes that starts at token ``start`` of the
-        prompt, with no other sequence."""
+        """Returns the seconds for `CHUNK` tokens of the prompt from token ``start`` on, without the
+        other sequences."""
         spent, before = 0.0, 0
         for burst in self.alone:
             after = before + burst.computed
@@ -158,7 +158,7 @@ def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _Pass:
     _submit_others(engine, subject)
     engine.step([long], max_forwards=0)
     among = _until_computed(engine, tokens, at_once=None)
-    # The others alone, as far as they came: with every token a forward takes a little longer.
+    # The others alone, over the same tokens: each token makes a forward a little slower.
     _submit_others(engine, subject)
     others: list[_Burst] = []
     left = sum(burst.forwards for burst in among)
@@ -173,8 +173,8 @@ def _until_computed(engine: Engine, tokens: int, at_once: int | None) -> list[_B
     """Runs bursts until the long prompt is computed.
 
     Args:
-      at_once: forwards of a burst; by default no further than the prompt probably goes, since
-        forwards after it are of no interest.
+      at_once: forwards per burst; None: as many as the prompt probably still needs, since later
+        forwards are of no interest.
     """
     bursts: list[_Burst] = []
     computed, each = 0, 1.0
@@ -187,7 +187,7 @@ def _until_computed(engine: Engine, tokens: int, at_once: int | None) -> list[_B
 
 
 def _submit_others(engine: Engine, subject: Subject) -> None:
-    """Submits the others again, and runs them until they decode."""
+    """Submits the others again and runs them until they decode."""
     engine.step(aborted=range(OTHERS + 1), max_forwards=0)
     engine.scheduler.forget_prefixes()
     params = SamplingParams(max_tokens=engine.max_model_len // 2, ignore_eos=True)
@@ -200,7 +200,7 @@ def _burst(engine: Engine, left: int, forwards: int) -> _Burst:
     """Runs a burst.
 
     Args:
-      left: tokens of the long prompt that are not computed yet.
+      left: tokens of the long prompt still to compute.
     """
     before, started = int(engine.device.counters[0]), time.perf_counter()
     events = engine.step(max_forwards=forwards)

@@ -1,5 +1,5 @@
-"""Milliseconds of a forward against its linear layers and head alone at the same number of real
-tokens, and what a prompt costs beside its forwards."""
+"""Measures a forward, in milliseconds, against its linear layers and head alone for the same number
+of real tokens, and what a prompt costs in addition to its forwards."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ FORWARDS_OF_ONE, FORWARDS_OF_MANY = 64, 8
 """Forwards of a timed burst: with one sequence, and with several that decode autoregressively.
 Several windows are timed one forward at a time, since their answers end after a few."""
 PROMPT_ROOM = 64
-"""Tokens of a prompt among many, at most."""
+"""Tokens per prompt that a forward has room for when there are several prompts."""
 ANSWERS = 6
-"""Answers in the midst of which forwards are timed, at least."""
+"""The fewest answers during which forwards are timed."""
 SECONDS = 2.0
-"""After so long no further burst of a pass is timed."""
+"""Time after which no further burst of a pass is timed."""
 PROMPT_TOKENS, RANDOM_TOKENS, RANDOM_CONTEXT = 32, 160, 1024
-"""Of random prompts, after each, and the context of random weights."""
+"""Tokens of a random prompt, tokens after it, and the context length of random weights."""
 RIVAL_TOKENS = 16
 PROMPTS = 16
 """Requests whose prompts are timed, one after another."""
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = new_parser("floor", __doc__)
     add_decoding(parser, batch_size=[1, 8, 32], mode=["paper", "verified"])
     add = parser.add_argument
-    meaning = "random weights of this shape and random prompts instead"
+    meaning = "use random weights of this shape and random prompts instead"
     add("--shape", default=None, choices=tuple(SHAPES), help=meaning)
     add("--rival", default=None, choices=RIVALS, help="another library's AR on the same weights")
     options = parser.parse_args(arguments)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     regimes: Regimes | None = None
     if options.shape is not None:
         if "model" in options or "questions" in options:
-            raise InputError("--shape has random weights and prompts: without --model, --questions")
+            raise InputError("--shape uses random weights; leave out --model and --questions")
         subject = random_subject(options.shape, given)
     else:
         regimes = regimes_of(given)
@@ -70,15 +70,15 @@ def main(arguments: Sequence[str]) -> int:
 def measure(
     options: argparse.Namespace, subject: Subject, regimes: Regimes | None, report: Report
 ) -> None:
-    """Measures forwards, one number of sequences after another; prompts beside one sequence."""
+    """Measures forwards for each number of sequences, and for one sequence also prompts."""
     rival = None if options.rival is None else Rival(subject)
     ways = window_ways(options.window_size, options.mode)
-    own = {} if regimes is not None else {"max_model_len": RANDOM_CONTEXT}
+    limits = {} if regimes is not None else {"max_model_len": RANDOM_CONTEXT}
     for sequences in options.batch_size:
-        # Many prompts pass at once: else the first answers would end before the last begin.
+        # Compute many prompts at once, or the first answers end before the last begin.
         chunk = PROMPT_ROOM * sequences if sequences > 1 else None
         engines = {
-            window: subject.engine(window, sequences, chunk_tokens=chunk, **own)
+            window: subject.engine(window, sequences, chunk_tokens=chunk, **limits)
             for window in options.window_size
         }
 
@@ -133,14 +133,14 @@ def _rival_forward(rival: Rival, prompts: Sequence[list[int]]) -> Mapping[str, A
 
 
 def _forward(engine: Engine, work: Work, sequences: int) -> Mapping[str, float]:
-    """Measures a forward of sequences that are all in the midst of their completions, the host's
-    share in bursts included, and its floor."""
+    """Measures a forward while all sequences are decoding, including the host's share of bursts,
+    and its floor."""
     engine.scheduler.forget_prefixes()
     seconds, counted = 0.0, np.zeros(3, np.int64)
     for start in range(0, len(work), sequences):
-        some = work[start : start + sequences]
-        if seconds < SECONDS and len(some) == sequences:
-            more, counts = _forwards_amid(engine, some)
+        batch = work[start : start + sequences]
+        if seconds < SECONDS and len(batch) == sequences:
+            more, counts = _forwards_amid(engine, batch)
             seconds, counted = seconds + more, counted + counts
     if not counted[0]:
         raise InputError("the completions end before a forward can be timed")
@@ -154,7 +154,7 @@ def _forward(engine: Engine, work: Work, sequences: int) -> Mapping[str, float]:
 
 
 def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
-    """Returns seconds of bursts in which all sequences decode, and what was counted in these."""
+    """Returns the seconds and the counts of bursts in which all sequences decode."""
     submitted = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
     prompts = math.ceil(sum(len(prompt) for prompt, _ in work) / engine.settings.chunk_tokens)
     events = engine.step(submitted, max_forwards=prompts)
@@ -167,7 +167,7 @@ def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
         events = engine.step(max_forwards=forwards)
         passed = time.perf_counter() - started
         ended = any(isinstance(event, Finished) for event in events)
-        # Where one of several has finished, the forwards after that had fewer sequences.
+        # After one of several has finished, forwards have fewer sequences.
         if not ended or len(work) == 1 or forwards == 1:
             seconds, counted = seconds + passed, counted + engine.device.counters - before
     engine.step(aborted=range(len(work)), max_forwards=0)
@@ -175,12 +175,12 @@ def _forwards_amid(engine: Engine, work: Work) -> tuple[float, np.ndarray]:
 
 
 def _request(engine: Engine, work: Work) -> Mapping[str, float]:
-    """Measures a request for one token, alone, nothing of its prompt known: what it takes beyond a
-    decode forward is the fixed cost of a prompt, since its only forward also says that token."""
+    """Measures a request for one token, alone, with nothing of its prompt cached. What it takes
+    beyond a decode forward is the fixed cost of a prompt, whose one forward chooses the token."""
     times = []
     for number, (prompt, params) in enumerate(work):
         one = Request(number, prompt, dataclasses.replace(params, max_tokens=1))
-        engine.decode([one])  # whatever is not compiled yet is so now
+        engine.decode([one])  # compiles whatever is not compiled yet
         engine.scheduler.forget_prefixes()
         times.append(milliseconds(partial(engine.decode, [one])))
     tokens = statistics.fmean(len(prompt) for prompt, _ in work)

@@ -2,9 +2,9 @@
 cost.
 
 Four ways to decode the same prompts: in long bursts, as jobs do; in short ones, each submitted
-before the one before it has ended, as streams and the server do; in short ones by turns with the
-host; and under a grammar that allows every text, so that tokens are the same. The second
-and the third differ by what planning ahead hides.
+before the previous one has ended, as streams and the server do; in short ones in turns with the
+host; and under a grammar that allows every text, so that tokens are the same. The difference
+between the second and the third is what planning ahead hides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from wedlm_jax.host.command_line import run_command
 from wedlm_jax.llm import STREAM_SECONDS
 
 SHORTEST = 3e-3
-"""Seconds of a burst whose gap counts: nobody can hide the host behind shorter ones."""
+"""The fewest seconds of a burst whose gap counts: shorter ones cannot hide the host."""
 GRAMMAR, ANY_TEXT = "a grammar", r"(?s:.*)"
 
 
@@ -58,9 +58,9 @@ def main(arguments: Sequence[str]) -> int:
                 for name, how in bursts.items()
             }
             made = by_turns(runs, options.passes, f"{sequences} sequences")
-            own = [_row(name, sequences, some[1:]) for name, some in made.items()]
-            long = statistics.median(own[0]["ms"])
-            rows += [row | {"× long bursts": statistics.median(row["ms"]) / long} for row in own]
+            new = [_row(name, sequences, some[1:]) for name, some in made.items()]
+            long = statistics.median(new[0]["ms"])
+            rows += [row | {"× long bursts": statistics.median(row["ms"]) / long} for row in new]
         report.add("gaps", rows, table("bursts", rows))
     return 0
 
@@ -82,8 +82,8 @@ def _row(
 def decode(
     engine: Engine, work: Work, how: Mapping[str, Any]
 ) -> tuple[float, int, int, Sequence[float]]:
-    """Returns the seconds of all prompts, the tokens, the bursts, and the gaps after bursts that
-    were not too short."""
+    """Decodes all prompts; returns the seconds, the tokens, the bursts, and the gaps after bursts
+    of at least `SHORTEST`."""
     engine.scheduler.forget_prefixes()
     requests = [Request(number, prompt, params) for number, (prompt, params) in enumerate(work)]
     with _Watch(engine) as watch:
@@ -97,12 +97,12 @@ def decode(
 
 
 class _Watch:
-    """Sees when bursts are submitted and whether the burst before was still running then.
+    """Records when bursts are submitted and whether the previous one was still running then.
 
     Attributes:
-      bursts: so far.
-      waits: seconds from the end of each burst of at least `SHORTEST` to the next, at most: where
-        it ended unobserved, from when it was last seen running.
+      bursts: number submitted so far.
+      waits: seconds from the end of each burst of at least `SHORTEST` to the next; an upper bound
+        where the end was not observed, counted from when the burst was last seen running.
     """
 
     def __init__(self, engine: Engine):

@@ -1,4 +1,4 @@
-"""Clients of a server on the loopback: a few lines of HTTP, so that they cost little beside it."""
+"""Clients of a server on the loopback: a few lines of HTTP, so that they cost little next to it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Ask:
     """A streamed call of /v1/completions.
 
     Attributes:
-      fields: fields of its body.
-      leave_after: tokens after which the client goes away; None for never.
+      fields: fields of the body.
+      leave_after: number of tokens after which the client disconnects; None for never.
     """
 
     fields: dict[str, Any]
@@ -25,14 +25,14 @@ class Ask:
 
 @dataclasses.dataclass
 class Heard:
-    """What a client heard.
+    """What a client received.
 
     Attributes:
-      token_ids: in order.
+      token_ids: token ids in order.
       first: seconds to the first token.
-      gaps: seconds between two pieces over the tokens of the second.
-      finish_reason: None where the client went away.
-      error: what the server said instead.
+      gaps: seconds between two pieces, divided by the tokens of the second.
+      finish_reason: None if the client disconnected.
+      error: message of the server or of a broken connection; None if there was none.
     """
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
@@ -43,7 +43,7 @@ class Heard:
 
 
 async def ask_all(port: int, asks: Sequence[Ask], clients: int) -> tuple[list[Heard], float]:
-    """Asks everything, ``clients`` at a time; returns what was heard, and the seconds."""
+    """Makes all calls, ``clients`` at a time; returns what was received, and the seconds taken."""
     heard = [Heard() for _ in asks]
     todo = iter(range(len(asks)))
     started = time.perf_counter()
@@ -52,7 +52,7 @@ async def ask_all(port: int, asks: Sequence[Ask], clients: int) -> tuple[list[He
 
 
 async def _client(port: int, asks: Sequence[Ask], heard: list[Heard], todo: Iterator[int]) -> None:
-    """Asks one after the other, over one connection for as long as it can."""
+    """Makes calls one after another, over one connection for as long as it stays open."""
     connection = None
     for number in todo:
         if connection is None:
@@ -100,7 +100,7 @@ async def _ask(
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """Yields the events of a chunked answer, to its end."""
+    """Yields the events of a chunked response."""
     while size := int(await reader.readline(), 16):
         chunk = await reader.readexactly(size + 2)
         for line in chunk.split(b"\n"):

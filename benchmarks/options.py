@@ -1,4 +1,4 @@
-"""The options that benchmarks share, and the models that they measure."""
+"""Options that benchmarks share, and the models that they measure."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _QWEN3 = dataclasses.replace(
     mask_token_id=151_665,
 )
 SHAPES = {"embedded": _EMBEDDED, "qwen3-0.6b": _QWEN3}
-"""That of the embedded model, with a long context, and that of a published one."""
+"""Shapes of the embedded model, with a long context, and of a published one."""
 
 
 def new_parser(name: str, description: str | None, *, passes: int | None = 3) -> CommandParser:
-    """Returns the parser of a benchmark. Options without a default are absent where not given.
+    """Returns the parser of a benchmark. Options without a default are absent unless given.
 
     Args:
-      passes: the default of ``--passes``; None without that option.
+      passes: the default of ``--passes``; None leaves the option out.
     """
     parser = CommandParser(
         prog=f"python -m benchmarks.{name}",
@@ -73,7 +73,7 @@ def new_parser(name: str, description: str | None, *, passes: int | None = 3) ->
 def add_numbers(
     parser: argparse.ArgumentParser, flag: str, default: int | Sequence[int], meaning: str
 ) -> None:
-    """Adds a count, or several where the default is a sequence."""
+    """Adds an option for a count, or for several if the default is a sequence."""
     several = {} if isinstance(default, int) else {"nargs": "+"}
     values = [default] if isinstance(default, int) else default
     parser.add_argument(
@@ -89,7 +89,7 @@ def add_numbers(
 def add_decoding(
     parser: argparse.ArgumentParser, *, batch_size: Sequence[int], mode: Sequence[str]
 ) -> None:
-    """Adds what is decoded, and how: checkpoint, questions, numbers of sequences, windows."""
+    """Adds the options of decoding: checkpoint, questions, numbers of sequences, windows, modes."""
     add_subject_options(parser)
     for name, default in (("batch_size", batch_size), ("window_size", [0, 16]), ("mode", mode)):
         meaning, settings = OPTIONS[name]
@@ -98,19 +98,19 @@ def add_decoding(
 
 
 def random_subject(shape: str, options: Mapping[str, Any]) -> Subject:
-    """Makes random weights, held as parsed options say: what a forward costs does not depend on
-    what it says."""
-    dtype, own = held_as(options)
+    """Makes random weights, stored as the parsed options say: a forward's cost does not depend on
+    its output."""
+    dtype, engine_options = held_as(options)
     model = Transformer(
         SHAPES[shape], rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype), stacked=not runs_apart()
     )
-    if own.get("quantization") is not None:
+    if engine_options.get("quantization") is not None:
         model = quantize_weights(model)
-    return Subject(model, None, None, dtype, own)
+    return Subject(model, None, None, dtype, engine_options)
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """Returns prompts of random tokens, no two of which begin alike."""
+    """Returns prompts of random tokens, each starting with a different one."""
     ids = np.random.default_rng(seed).integers(4, config.vocab_size, (count, length))
     ids[:, 0] = 4 + np.arange(count) % (config.vocab_size - 4)
     prompts: list[list[int]] = ids.tolist()

@@ -1,9 +1,10 @@
-"""How much of what is computed and kept is real, with prompts and completions of mixed lengths.
+"""Measures how much of what is computed and stored is real, with prompts and completions of mixed
+lengths.
 
-While sequences wait, so that every place that could be taken was: the share of computed tokens that
-are real ("useful"), and of the places in allocated pages those that hold final keys and values
-("held"), and those with what the next forward writes ("with spans"). Then the same in a memory of a
-few rectangles, each with the pages of the longest request and its window: how many sequences run
+Counted while sequences wait, so that every usable place is taken: the share of computed tokens that
+are real ("useful"), and the shares of places in allocated pages that hold final keys and values
+("held"), and including what the next forward writes ("with spans"). Then the same in the memory of
+a few rectangles, each with the pages of the longest request and its window: how many sequences run
 there at a time ("fitting"), and how many were put back for lack of pages.
 """
 
@@ -24,7 +25,7 @@ from wedlm_jax.engine.interface import Failed, Request
 from wedlm_jax.host.command_line import run_command
 
 TIMES = 4
-"""Requests for each place; and places for each rectangle of the same memory."""
+"""Requests per sequence of the batch, and sequences of the batch per rectangle of memory."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Look(NamedTuple):
-    """The engine after a burst: its forwards, tokens, and where the pages stood."""
+    """Holds the counts of a burst, and how full the pages were after it."""
 
     forwards: int
     tokens: int
@@ -79,8 +80,8 @@ class _Look(NamedTuple):
 
 
 def _watch(engine: Engine, work: Work) -> tuple[list[_Look], int]:
-    """Decodes the work, all of it there from the start; looks after each burst in which somebody
-    waited. Returns the looks, and how often sequences were put back."""
+    """Decodes the work, all submitted at the start, and takes a look after each burst that left
+    sequences waiting. Returns the looks, and how often sequences were put back."""
     events = engine.step([Request(number, *one) for number, one in enumerate(work)], max_forwards=0)
     looks = []
     while engine.has_work:

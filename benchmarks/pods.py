@@ -1,5 +1,5 @@
-"""Recipes compiled for TPU pods: the compiler's peak of memory, and the shortest time that a step
-can take. The tables of docs/compile-report.md are made of this."""
+"""Compiles recipes for TPU pods: the compiler's peak of memory, and the shortest time that a step
+can take. The tables of docs/compile-report.md come from this."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
 
 TOKENS = 512 * 4096
-"""Of a step for each slice."""
+"""Tokens of a step for each slice."""
 RECIPES = ("configs/wedlm_8b.yaml", "configs/wedlm_7b.yaml")
 TOPOLOGIES = ("v5p:4x4x4", "v5e:16x16", "v6e:16x16", "v5p:4x4x8", "v5p:8x8x8", "v5p:8x8x8*2")
 GIB = 2**30
@@ -28,9 +28,9 @@ class PodStep:
     """The cost of one recipe on a pod.
 
     Attributes:
-      recipe, topology, row_length, rows, accumulation: what was compiled, micro-batches as
-        ``loss.remat: auto`` cut them.
-      step: what the compiler and the chip's figures say of it; None where it does not compile.
+      recipe, topology, row_length, rows, accumulation: what was compiled, with the micro-batches
+        that ``loss.remat: auto`` chose.
+      step: what the compiler and the chip's figures say about it; None if it does not compile.
       error: why it does not.
     """
 
@@ -43,7 +43,7 @@ class PodStep:
     error: str | None = None
 
     def cells(self) -> dict[str, str]:
-        """Returns the cells of a table by their heads."""
+        """Returns the cells of a table row by column heading."""
         step = self.step
         cells = {
             "recipe": self.recipe,
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(flag, nargs="+", metavar=metavar, default=default, help=shown)
     add_numbers(parser, "--lengths", [4096], "L of packed rows")
     for axis in ("tensor", "sequence"):
-        add_numbers(parser, f"--{axis}", 1, f"as mesh.{axis} of a recipe: chips that share a row")
+        add_numbers(parser, f"--{axis}", 1, f"mesh.{axis} of the recipes: chips that share a row")
     options = parser.parse_args(arguments)
     report, pods = Report(options.output), []
     shared = {"mesh.tensor": options.tensor, "mesh.sequence": options.sequence}
@@ -102,11 +102,11 @@ def compare_pods(
     lengths: Sequence[int],
     shared: Mapping[str, int],
 ) -> Iterator[PodStep]:
-    """Compiles every recipe for every topology at every row length, the tokens of a step being
-    those of `TOKENS`; ``fsdp`` cuts the model within a slice, ``data`` goes over slices.
+    """Compiles every recipe for every topology and row length, with `TOKENS` tokens per step and
+    slice; ``fsdp`` shards the model within a slice, ``data`` goes over slices.
 
     Args:
-      shared: fields of the recipe, the same for all.
+      shared: recipe fields that are the same for all.
 
     Raises:
       InputError: a malformed recipe or topology, before anything is compiled.
@@ -143,7 +143,7 @@ def _config(recipe: str, topology: str, length: int, shared: Mapping[str, int]) 
 
 
 def pod_table(pods: Sequence[PodStep]) -> str:
-    """Writes compiled steps as a Markdown table."""
+    """Returns compiled steps as a Markdown table."""
     rows = [pod.cells() for pod in pods]
     heads = max(rows, key=len)
     lines = [heads, ["---"] * len(heads), *(row.values() for row in rows)]

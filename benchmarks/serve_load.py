@@ -1,11 +1,10 @@
-"""`wedlm serve` under load, and a job over the same prompts.
+"""Measures `wedlm serve` under load, and a job over the same prompts.
 
-A server process answers clients of another process on the loopback, as many prompts at a time as
-there are clients: tokens per second against decoding the same prompts offline, once as many at a
-time as the server may and once as many as there are clients; the client's share of the processors'
-time; and the times to the first token and between tokens, medians and 95th percentiles. That
-answers are the job's, and what remains of clients that go away, is tested:
-tests/infer/serve/test_soak.py.
+A server process answers clients in another process over the loopback, one prompt per client at a
+time: tokens per second against decoding the same prompts offline, once with the server's batch size
+and once with as many sequences as clients; the clients' share of CPU time; and medians and 95th
+percentiles of the times to the first token and between tokens. Whether answers are the job's, and
+what remains of clients that disconnect, is tested in tests/infer/serve/test_soak.py.
 """
 
 from __future__ import annotations
@@ -37,22 +36,22 @@ from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import read_questions
 
 LONGEST_PROMPT, LONGEST_ANSWER = 400, 160
-"""Tokens. Lengths are drawn so that their logarithms are uniform."""
+"""Tokens. Lengths are drawn log-uniformly."""
 FIRST, BETWEEN = "to the first token", "between tokens"
 QUANTILES = {"ms": 0.5, "95 %": 0.95}
-"""Of the times, milliseconds: by the end of a column's head."""
+"""Quantiles of the times, in milliseconds, by the end of a column heading."""
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = new_parser("serve_load", __doc__, passes=None)
     add = parser.add_argument
     add_engine_options(parser, names=("model",))
-    add_numbers(parser, "--requests", 2000, "prompts of the most clients; others get fewer")
+    add_numbers(parser, "--requests", 2000, "prompts for the most clients; fewer clients get fewer")
     add_numbers(parser, "--clients", [1, 4, 16, 64], "clients at a time")
-    add_numbers(parser, "--batch-size", 16, "sequences that decode together, of server and job")
+    add_numbers(parser, "--batch-size", 16, "sequences that decode together, in server and job")
     modes = ("paper", "verified", "ar")
     add("--mode", choices=modes, default="verified", help="how they are decoded [verified]")
-    add("--seed", type=int, default=0, metavar="N", help="of prompts and lengths [0]")
+    add("--seed", type=int, default=0, metavar="N", help="seed for prompts and lengths [0]")
     plot = "also draw the times (.svg, .png or .pdf)"
     add("--plot", default=None, metavar="FILE", help=plot)
     options = parser.parse_args(arguments)
@@ -67,10 +66,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures everything. Numbers of clients below the most get fewer requests: they take longer
-    for each, and prompts of their own, so that none is in the cache. Job and server take turns:
-    the speed of a shared machine changes within minutes. Each decodes other prompts first: in the
-    first ones after a start an engine learns which windows pay."""
+    """Measures each number of clients. Fewer clients get fewer requests, since each takes longer,
+    and each number gets its own prompts, so that none is cached. Job and server take turns, since
+    the speed of a shared machine changes within minutes. Each decodes other prompts first, from
+    which its engine learns which windows pay."""
     most = max(options.clients)
     rng = np.random.default_rng(options.seed)
     loads: list[dict[str, Any]] = []
@@ -86,15 +85,16 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
                     _tokens_per_second(narrow, first)
                     as_wide = _tokens_per_second(narrow, asks)
             asyncio.run(ask_all(port, first, clients))
-            own, server = time.process_time(), _cpu_seconds(pid)
+            client, server = time.process_time(), _cpu_seconds(pid)
             heard, seconds = asyncio.run(ask_all(port, asks, clients))
-            own, server = time.process_time() - own, _cpu_seconds(pid) - server
-            loads.append(load_of(clients, heard, seconds, (speed, as_wide), own / (own + server)))
+            client, server = time.process_time() - client, _cpu_seconds(pid) - server
+            cpu_share = client / (client + server)
+            loads.append(load_of(clients, heard, seconds, (speed, as_wide), cpu_share))
     return loads
 
 
 def _asks(llm: LLM, rng: np.random.Generator, count: int, mode: str) -> list[Ask]:
-    """Calls with texts of the held-out questions, cut anywhere; each fourth one draws."""
+    """Makes calls with texts of the held-out questions, cut anywhere; every fourth one samples."""
     questions = [q for some in read_questions(Path(EMBEDDED_QUESTIONS)).values() for q in some]
     longest = min(LONGEST_PROMPT, llm.engine.max_model_len - LONGEST_ANSWER)
 
@@ -104,12 +104,12 @@ def _asks(llm: LLM, rng: np.random.Generator, count: int, mode: str) -> list[Ask
     asks = []
     for number in range(count):
         ids: list[int] = []
-        wanted = length(longest)
-        while len(ids) < wanted:
+        prompt_length = length(longest)
+        while len(ids) < prompt_length:
             question = questions[int(rng.integers(len(questions)))]
             ids += llm.as_ids(f"{question.prompt} {question.answer}\n")
         fields: dict[str, Any] = {
-            "prompt": ids[:wanted],
+            "prompt": ids[:prompt_length],
             "max_tokens": length(LONGEST_ANSWER),
             "mode": mode,
             "ignore_eos": True,
@@ -129,7 +129,7 @@ def _offline(options: argparse.Namespace, at_once: int) -> Iterator[LLM]:
 
 
 def _tokens_per_second(llm: LLM, asks: Sequence[Ask]) -> float:
-    """Decodes the same prompts as a job."""
+    """Decodes the same prompts as a job; returns its speed."""
     params = [{name: ask.fields[name] for name in ask.fields if name != "prompt"} for ask in asks]
     started = time.perf_counter()
     done = llm.generate(
@@ -143,7 +143,7 @@ def _serving(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
     """Starts a server process; yields its id and its port."""
     command = [sys.executable, "-m", "wedlm_jax", "serve", "--port", "0"]
     command += ["--batch-size", str(options.batch_size), "--mode", options.mode]
-    command += ["--temperature", "0.7"]  # the program that draws, as offline
+    command += ["--temperature", "0.7"]  # the program that samples, as offline
     if "model" in options:
         command += ["--model", options.model]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WEDLM_")}
@@ -153,7 +153,7 @@ def _serving(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
         line = process.stdout.readline()
         found = re.search(r":(\d+)/v1$", line.strip())
         if found is None:
-            raise InputError(f"the server did not begin: {line.strip()!r}")
+            raise InputError(f"the server did not start: {line.strip()!r}")
         yield process.pid, int(found[1])
     finally:
         process.terminate()
@@ -167,11 +167,11 @@ def load_of(
     offline: tuple[float, float],
     client_share: float,
 ) -> dict[str, Any]:
-    """Returns what this many clients at a time got.
+    """Returns the table row of this many clients at a time.
 
     Args:
-      offline: tokens per second of a job, and of one that decodes no more at a time than there are
-        clients.
+      offline: tokens per second of a job, and of one that decodes at most as many sequences at a
+        time as there are clients.
       client_share: the client's share of the CPU seconds of both processes.
     """
     if errors := [one.error for one in heard if one.error is not None]:
@@ -194,13 +194,13 @@ def load_of(
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Returns the processors' time that a process has had; Linux only."""
+    """Returns the CPU seconds that a process has used; Linux only."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def draw_loads(loads: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the times against the number of clients: medians, and 95th percentiles above."""
+    """Draws the times against the number of clients: medians and 95th percentiles."""
     figure = new_figure(10, 4)
     clients = [load["clients"] for load in loads]
     for axes, what in zip(figure.subplots(1, 2), (FIRST, BETWEEN), strict=True):

@@ -1,9 +1,9 @@
-"""Milliseconds of a dual-stream training step against the same step in PyTorch; or, on
-conversations, with their prompts in the prediction stream and without.
+"""Measures a dual-stream training step, in milliseconds, against the same step in PyTorch; or, on
+conversations, with and without their prompts in the prediction stream.
 
 Forward and backward pass of one micro-batch (D = 512, 8 layers), float32, nothing recomputed in the
 backward pass. Left out on both sides: drawing masks and building the batch, clipping, and the
-optimizer's update. All are given the same weights, rows and masks, and must find the same loss and
+optimizer's update. All get the same weights, rows and masks, and must compute the same loss and
 gradients before anything is timed.
 """
 
@@ -50,18 +50,18 @@ SHAPE = ModelConfig(
     max_position_embeddings=32_768,
     mask_token_id=4095,
 )
-"""What is trained: 28M parameters in the shape of Qwen3, with a small vocabulary."""
+"""The trained model: 28M parameters in the shape of Qwen3, with a small vocabulary."""
 BLOCK_SIZE = 32
 SAMPLES = 4
-"""Conversations in a row, of one length."""
+"""Conversations per row, all of one length."""
 RIVALS = ("torch", "torch-compiled")
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-3
-"""Between both, relative: of the loss, and of each parameter's gradient in the norm of its
-difference."""
+"""Relative differences allowed between two steps: in the loss, and in the norm of each parameter's
+gradient difference."""
 
 
 class StepsDiffer(Exception):
-    """Reports that two ways to compute a step do not find the same."""
+    """Reports that two ways to compute a step disagree."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     add = parser.add_argument
     add_numbers(parser, "--lengths", [512, 1024], "L of packed rows")
     add_numbers(parser, "--rows", 1, "packed rows of the micro-batch")
-    add_numbers(parser, "--unroll", SHAPE.num_hidden_layers, "layers in a turn of the scan")
+    add_numbers(parser, "--unroll", SHAPE.num_hidden_layers, "layers per iteration of the scan")
     add(
         "--attention",
         nargs="+",
@@ -81,16 +81,16 @@ def main(arguments: Sequence[str]) -> int:
         "--rival",
         nargs="*",
         choices=RIVALS,
-        help="PyTorch as it is and by torch.compile, or nothing: ours alone [both; with "
-        "--prompt-share nothing]",
+        help="PyTorch as it is and with torch.compile; no value: ours alone [both; none with "
+        "--prompt-share]",
     )
     add(
         "--prompt-share",
         type=float,
         default=None,
         metavar="X",
-        help="rows of conversations, of whose blocks this share is their prompt, with and without "
-        "these in the prediction stream",
+        help="time rows of conversations in which this share of blocks is prompt, with and without "
+        "those blocks in the prediction stream",
     )
     options = parser.parse_args(arguments)
     if wrong := [length for length in options.lengths if length % BLOCK_SIZE]:
@@ -119,18 +119,18 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def timed_by_turns(steps: Mapping[str, Step], passes: int, title: str) -> list[dict[str, Any]]:
-    """Runs each step once, compares what they find, and measures them; returns a row for each.
+    """Runs each step once, compares their results, and measures them; returns a row for each.
 
     Raises:
-      StepsDiffer: before anything is timed.
+      StepsDiffer: results disagree, before anything is timed.
     """
     for step in steps.values():
         step.run()
     check_agreement(steps)
     made = by_turns({name: partial(_timed, step) for name, step in steps.items()}, passes, title)
     rows: list[dict[str, Any]] = []
-    for name, some in made.items():
-        times, gflop = [ms for ms, _ in some[1:]], steps[name].flops / 1e9
+    for name, results in made.items():
+        times, gflop = [ms for ms, _ in results[1:]], steps[name].flops / 1e9
         median = statistics.median(times)
         rows.append(
             {
@@ -139,7 +139,7 @@ def timed_by_turns(steps: Mapping[str, Step], passes: int, title: str) -> list[d
                 "×": median / statistics.median(rows[0]["ms"]) if rows else 1.0,
                 "GFLOP": gflop,
                 "GFLOP/s": gflop / median * 1e3,
-                "loss": f"{some[-1][1]:.6f}",
+                "loss": f"{results[-1][1]:.6f}",
             }
         )
     return rows
@@ -149,13 +149,13 @@ class Step(Protocol):
     """Runs forward and backward pass of a batch, compiled or ready to be.
 
     Attributes:
-      flops: its products, by its sizes, visible pairs of attention only.
+      flops: operations in its products, by its sizes; in attention, of visible pairs only.
     """
 
     flops: float
 
     def run(self) -> float:
-        """Computes loss and gradients; returns the loss once both are there."""
+        """Computes loss and gradients; returns the loss once both are ready."""
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Returns the gradients of the last run, by the dotted paths of the parameters."""
@@ -165,9 +165,9 @@ class JaxStep:
     """Runs the step of `train.step`.
 
     Args:
-      model: whose weights.
+      model: the model to train.
       rows: packed rows ``[R, L]``.
-      loss: how it is computed.
+      loss: how the loss is computed.
     """
 
     def __init__(self, model: Transformer, rows: PackedRows, loss: LossConfig):
@@ -199,8 +199,8 @@ def steps_of(
     *,
     unroll: int,
 ) -> dict[str, Step]:
-    """Returns the step on each of several forms of the same rows by every backend here, and on the
-    first, of all blocks, by every rival."""
+    """Returns a step for each form of the rows with each backend here, and for the first form (all
+    blocks) with each rival."""
     steps: dict[str, Step] = {
         f"{form}, {backend}": JaxStep(model, rows, LossConfig(attention=backend, unroll=unroll))
         for backend in backends
@@ -240,7 +240,7 @@ def _prepared(
 
 
 def random_rows(model: ModelConfig, rows: int, length: int) -> PackedRows:
-    """Returns rows of one sample each, of random tokens, every one trainable."""
+    """Returns rows of one sample each, with random tokens, all trainable."""
     tokens = jax.random.randint(jax.random.key(0), (rows, length), 0, model.vocab_size)
     return PackedRows(
         tokens=tokens.astype(jnp.int32),
@@ -254,7 +254,7 @@ def conversations(
     model: ModelConfig, rows: int, length: int, share: float
 ) -> dict[str, PackedRows]:
     """Makes rows of `SAMPLES` conversations of random tokens, once with all blocks in the
-    prediction stream, and once without those of prompts, which are ``share`` of all."""
+    prediction stream and once without those of prompts, a ``share`` of all."""
     blocks = length // BLOCK_SIZE // SAMPLES
     answer = max(blocks - round(share * blocks), 1)
     random = np.random.default_rng(0)
@@ -276,10 +276,10 @@ def conversations(
 
 
 def check_agreement(steps: Mapping[str, Step]) -> None:
-    """Compares losses and gradients with those of the first.
+    """Compares losses and gradients with those of the first step.
 
     Raises:
-      StepsDiffer: naming what is not the same.
+      StepsDiffer: two disagree; the message says in what.
     """
     names = list(steps)
     expected_loss, expected = steps[names[0]].run(), steps[names[0]].gradients()
@@ -287,18 +287,18 @@ def check_agreement(steps: Mapping[str, Step]) -> None:
         loss = steps[name].run()
         if not abs(loss / expected_loss - 1) < LOSS_TOLERANCE:
             raise StepsDiffer(
-                f"the loss is {loss:.7g} by {name}, {expected_loss:.7g} by {names[0]}"
+                f"the loss is {loss:.7g} with {name}, {expected_loss:.7g} with {names[0]}"
             )
         for path, gradient in steps[name].gradients().items():
             error = np.linalg.norm(gradient - expected[path]) / np.linalg.norm(expected[path])
             if not error < GRADIENT_TOLERANCE:
                 raise StepsDiffer(
-                    f"the gradient of {path} by {name} is {error:.2g} away from that by {names[0]}"
+                    f"the gradient of {path} differs by {error:.2g} between {name} and {names[0]}"
                 )
 
 
 def _timed(step: Step) -> tuple[float, float]:
-    """Measures a step in milliseconds; returns its loss, too."""
+    """Returns the milliseconds of a step, and its loss."""
     started = time.perf_counter()
     loss = step.run()
     return (time.perf_counter() - started) * 1e3, loss

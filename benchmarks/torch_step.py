@@ -1,7 +1,7 @@
-"""The dual-stream step in PyTorch, as one would write it there at its best: fused norms, a mask
-of all pairs made once, `scaled_dot_product_attention`.
+"""The dual-stream step in PyTorch, as well as one would write it there: fused norms, a mask of all
+pairs made once, `scaled_dot_product_attention`.
 
-It computes what `train.step` does from the same weights and the same batch.
+It computes the same as `train.step`, from the same weights and the same batch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from wedlm_jax.loss import LossConfig, masked_weights
 from wedlm_jax.model.rope import rope_tables
 
 STACKED = "layers."
-"""How the paths of stacked parameters begin."""
+"""Prefix of the paths of stacked parameters."""
 
 
 def check_torch() -> None:
-    """Refuses a comparison that cannot be made, before anything is measured.
+    """Checks that PyTorch is installed, before anything is measured.
 
     Raises:
       InputError: PyTorch is not installed.
@@ -36,12 +36,12 @@ class TorchStep:
     """Computes the forward and backward pass in float32.
 
     Args:
-      config: any; a tied head or one of its own.
-      parameters: by the dotted paths of `wedlm_jax.checkpoint.names.arrays_from_model`, layers
-        stacked.
+      config: any model's, with a tied or untied head.
+      parameters: arrays by the dotted paths of `wedlm_jax.checkpoint.names.arrays_from_model`,
+        layers stacked.
       batch, denominators, loss: what `train.step` computes, ``[R, ...]``.
-      flops: products of the step.
-      compiled: whether `torch.compile` makes the forward and the backward pass of it.
+      flops: operations in the step's products.
+      compiled: whether `torch.compile` compiles the forward and backward pass.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class TorchStep:
         self._others: dict[str, Any] = {}
         for name, value in parameters.items():
             if name.startswith(STACKED):
-                for layer, own in zip(self._layers, value, strict=True):
-                    layer[name.removeprefix(STACKED)] = leaf(own)
+                for layer, part in zip(self._layers, value, strict=True):
+                    layer[name.removeprefix(STACKED)] = leaf(part)
             else:
                 self._others[name] = leaf(value)
-        # All that follows from the batch is made beforehand, so that the step does no other work.
+        # Everything that depends on the batch alone is made beforehand, outside of the step.
         share = 1 / (1 + loss.ar_weight)
         mlm = masked_weights(batch.masked, batch.mask_ratio, loss.weighting)
         weights = [
@@ -81,8 +81,8 @@ class TorchStep:
             mlm * (share / denominators["mlm"]),
         ]
         visible = np.array(batch.mask.dense())
-        visible |= np.eye(visible.shape[-1], dtype=bool)  # padding sees itself, or it sees nobody
-        # SDPA would make floats of booleans in every layer.
+        visible |= np.eye(visible.shape[-1], dtype=bool)  # padding sees itself: a row needs a key
+        # SDPA would convert booleans to floats in every layer.
         added = np.where(visible, 0, -np.inf)[:, None].astype(np.float32)
         tables = rope_tables(config, batch.positions)
         cos, sin = (np.concatenate([table, table], axis=-1)[:, :, None] for table in tables)
@@ -98,7 +98,7 @@ class TorchStep:
             self._loss = torch.compile(self._loss, dynamic=False)
 
     def run(self) -> float:
-        """Computes loss and gradients; returns the loss once both are there."""
+        """Computes loss and gradients; returns the loss once both are ready."""
         import torch
 
         for weights in (self._others, *self._layers):
@@ -110,21 +110,21 @@ class TorchStep:
         except torch._dynamo.exc.BackendCompilerFailed as error:
             reason = next(iter(str(error.inner_exception).splitlines()), "")
             raise InputError(
-                f"torch.compile does not work here ({reason}); --rival torch leaves it out"
+                f"torch.compile does not work here ({reason}); use --rival torch"
             ) from None
         if self._device == "cuda":
             torch.cuda.synchronize()
         return float(loss.item())
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Returns the gradients of the last `run`, as the parameters were given."""
+        """Returns the gradients of the last `run`, by the paths of the parameters."""
 
-        def own(weight: Any) -> np.ndarray:
+        def gradient(weight: Any) -> np.ndarray:
             return np.asarray(weight.grad.cpu().numpy())
 
-        others = {name: own(weight) for name, weight in self._others.items()}
+        others = {name: gradient(weight) for name, weight in self._others.items()}
         stacked = {
-            STACKED + name: np.stack([own(layer[name]) for layer in self._layers])
+            STACKED + name: np.stack([gradient(layer[name]) for layer in self._layers])
             for name in self._layers[0]
         }
         return others | stacked
@@ -179,8 +179,8 @@ def _loss_of(config: ModelConfig) -> Callable[..., Any]:
         share: Any,
     ) -> Any:
         x = F.embedding(tokens, others["embed_tokens"])
-        for own in layers:
-            x = layer(own, x, cos, sin, mask)
+        for weights in layers:
+            x = layer(weights, x, cos, sin, mask)
         head = others["embed_tokens" if config.tie_word_embeddings else "lm_head"]
         logits = F.linear(norm(x, others["norm.scale"]), head)
         nll = F.cross_entropy(logits.flatten(0, 1), targets, reduction="none")

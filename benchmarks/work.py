@@ -1,4 +1,4 @@
-"""Questions as work to be decoded, the same every time."""
+"""Turns questions into work to decode, the same every time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from wedlm_jax.records.questions import Question
 MAX_TOKENS = 160
 """Longer than any answer of the corpus."""
 LENGTHS = (4, 160)
-"""Mixed completions are cut at a length between these, drawn so that its logarithm is uniform:
-most are short, some are long, as those of different users are."""
+"""Mixed completions are cut at a length between these, drawn log-uniformly: most are short, some
+long, like those of different users."""
 SHOTS = 5
 LONG_ONE_IN = 8
-"""One in this many of the mixed prompts follows answered questions, different ones each time."""
+"""One in this many mixed prompts follows answered questions, different ones each time."""
 
 
 def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
-    """Returns those questions of each regime with the longest answers, by turns, answered to their
-    ends: what a model says after its end is no text, and would not cost what text costs."""
+    """Returns the questions with the longest answers, regimes in turns, answered to their ends:
+    what a model generates after the end is not text, and would not cost what text costs."""
     longest = {
         regime: sorted(questions, key=lambda one: -len(one.answer))
         for regime, questions in regimes.items()
@@ -32,7 +32,7 @@ def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> W
 
 
 def mixed(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
-    """Returns questions of all regimes by turns, short and long, each with its own limit."""
+    """Returns questions of all regimes in turns, short and long, each with its own limit."""
     rng = np.random.default_rng(0)
     asked = _by_turns(regimes, count)
     shots = cycle(_by_turns(regimes, max(SHOTS * (1 + count // LONG_ONE_IN), len(asked))))

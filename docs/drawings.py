@@ -1,6 +1,6 @@
 """Draws docs/drawings/*.svg: `python -m docs.drawings`.
 
-Rows of cells with a label each. What is drawn of attention and of reordering is asked of the code.
+Rows of labelled cells. Attention and reordering are computed by the code that they illustrate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HEIGHT, GAP = 26, 4
 
 @dataclasses.dataclass
 class Drawing:
-    """Shapes that are collected, and the room that they take."""
+    """Collects shapes, and the room that they take."""
 
     shapes: list[str] = dataclasses.field(default_factory=list)
     width: float = 0
@@ -38,7 +38,7 @@ class Drawing:
         self.width, self.height = max(self.width, x), max(self.height, y)
 
     def cell(self, x: float, y: float, width: float, label: str, kind: str) -> None:
-        """Draws a cell; a mask has a shaded look of its own."""
+        """Draws a cell; a mask has a dashed outline."""
         stroke = "none" if kind == "none" else FAINT
         dash = ' stroke-dasharray="3 2"' if kind == "mask" else ""
         self.shapes.append(
@@ -82,7 +82,7 @@ class Drawing:
             x += 40 + 7.5 * len(meaning)
 
     def svg(self) -> str:
-        """Returns the file's text; the ground is white, so that it is read on a dark page, too."""
+        """Returns the SVG text; the background is white, to be readable on a dark page, too."""
         width, height = self.width + 8, self.height + 8
         return "\n".join(
             [
@@ -100,7 +100,7 @@ class Drawing:
 
 
 def reordering() -> Drawing:
-    """One window in logical and in physical order, as `physical_place` has it."""
+    """Draws one window in logical and in physical order, as `physical_place` computes it."""
     import jax.numpy as jnp
 
     from wedlm_jax.decode.spans import physical_place
@@ -123,7 +123,7 @@ def reordering() -> Drawing:
 
 
 def streaming() -> Drawing:
-    """A text and its window of three masks over four forwards."""
+    """Draws a text and its window of three masks over four forwards."""
     words = ["The", "answer", "is", "8", "x", "8", "=", "64", ".", "", "", ""]
     kinds = {"t": "text", "f": "filled", "m": "mask"}
     drawing = Drawing()
@@ -139,7 +139,8 @@ def streaming() -> Drawing:
 
 
 def dual_stream() -> Drawing:
-    """A training sample: the memory stream, and the prediction stream with its masks behind."""
+    """Draws a training sample: the memory stream, and the prediction stream, where masks come last
+    in each block."""
     import jax
     import numpy as np
 
@@ -169,7 +170,7 @@ def dual_stream() -> Drawing:
 
 
 def attention_mask() -> Drawing:
-    """The dual-stream mask of eight tokens in blocks of four, as `DualStreamMask` has it."""
+    """Draws the dual-stream mask of eight tokens in blocks of four, from `DualStreamMask`."""
     import numpy as np
 
     from wedlm_jax.masks import DualStreamMask
@@ -199,7 +200,7 @@ def attention_mask() -> Drawing:
 
 
 def verified() -> Drawing:
-    """A window of verified decoding before and after a forward."""
+    """Draws a window of verified decoding before and after a forward."""
     drawing, x, width = Drawing(), 180, 62
     before = [("12", "text"), (",", "draft"), ("14", "draft"), (";", "draft")]
     before += [("", "mask")] * 4
@@ -220,7 +221,7 @@ def verified() -> Drawing:
 
 
 def spans() -> Drawing:
-    """The flat tokens of one forward."""
+    """Draws the flat tokens of one forward."""
     drawing, x, width = Drawing(), 110, 30
     parts = [("0", "ccccmm"), ("1", "ffmm"), ("2", "f"), ("3", "ccc"), ("", "..")]
     kinds = {"c": "chunk", "f": "filled", "m": "mask", ".": "none"}

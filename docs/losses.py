@@ -12,7 +12,7 @@ LAST = 10
 
 
 def losses(run: Path, kind: str) -> tuple[list[int], list[float]]:
-    """Returns the steps at which a run wrote a line, and its losses there."""
+    """Returns the steps that a run logged, and its losses at these."""
     lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     return [line["step"] for line in lines], [line[kind] for line in lines]
 

@@ -1,7 +1,7 @@
 """Writes docs/reference.md from the code: `python -m docs.reference`.
 
-What the page says of an option is what `--help` says, what a field of `SamplingParams` or of a
-recipe says of itself, or a docstring. So it is changed there.
+The texts come from `--help`, from the fields of `SamplingParams` and of recipes, and from
+docstrings: change them there.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODULES = (
     "examples.embedded.corpus",
     "examples.embedded.words",
 )
-"""What `python -m` runs beside the subcommands, in a checkout."""
+"""What `python -m` runs in a checkout, in addition to the subcommands."""
 
 CLASSES = {
     "wedlm_jax": ("LLM", "Completion", "Chunk"),
@@ -61,8 +61,8 @@ SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 HEAD = """\
 # Reference
 
-All options, in one place. This page is made from the code by `python -m docs.reference`; what is
-wrong here is wrong in `--help` or in a docstring, too.
+All options, in one place. `python -m docs.reference` makes this page from the code; an error here
+is an error in `--help` or in a docstring, too.
 """
 
 
@@ -71,7 +71,7 @@ class Caught(Exception):
 
 
 def parser_of(main: Callable[[list[str]], Any]) -> argparse.ArgumentParser:
-    """Returns the parser with which a command's `main` begins; nothing of the command is run."""
+    """Returns the parser that a command's `main` makes first; the command is not run."""
 
     def catch(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         raise Caught(parser)
@@ -117,7 +117,7 @@ def page() -> str:
 def status_table() -> str:
     """Returns the section of exit statuses."""
     rows = [(str(status), meaning) for status, meaning in EXIT_STATUS.items()]
-    return "\n".join(["Of every command:\n", table(("status", "meaning"), rows), ""])
+    return "\n".join(["For every command:\n", table(("status", "meaning"), rows), ""])
 
 
 def pairs(names: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
@@ -129,9 +129,9 @@ def pairs(names: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 def command(name: str, parser: argparse.ArgumentParser) -> str:
     """Returns the section of a command: what it does and its options."""
-    said = textwrap.dedent(str(parser.description or "")).strip()
-    is_list = re.search(r"^ {2}", said, re.MULTILINE)
-    lines = [f"### {name}\n", f"```text\n{said}\n```" if is_list else as_markdown(said), ""]
+    text = textwrap.dedent(str(parser.description or "")).strip()
+    is_list = re.search(r"^ {2}", text, re.MULTILINE)
+    lines = [f"### {name}\n", f"```text\n{text}\n```" if is_list else as_markdown(text), ""]
     rows = []
     for action in parser._actions:
         if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
@@ -143,7 +143,7 @@ def command(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def invocation(action: argparse.Action) -> str:
-    """Returns an option as one types it."""
+    """Returns an option as it is typed."""
     if action.choices is not None:
         value = " or ".join(map(str, action.choices))
     else:
@@ -176,9 +176,9 @@ def engine_section() -> str:
     from wedlm_jax.engine.config import EngineConfig
 
     head = (
-        "Arguments of `LLM(...)` in Python; on a command line flags, where `max_batch_size` is "
-        "`--batch-size`, and the last five have none. None is refused where nothing is said of "
-        "it.\n\n"
+        "Arguments of `LLM(...)` in Python, and flags on the command line, where `max_batch_size` "
+        "is `--batch-size` and the last five have none. None is refused unless its meaning is "
+        "given.\n\n"
     )
     return head + option_table(EngineConfig)
 
@@ -188,10 +188,10 @@ def sampling_section() -> str:
     from wedlm_jax.params import SamplingParams
 
     head = (
-        "`SamplingParams(...)` in Python, a flag of `wedlm generate`, or a key of "
+        "Arguments of `SamplingParams(...)` in Python, flags of `wedlm generate`, and keys of "
         "`sampling` in a record of a [batch job](batch.md). What they mean where masks are filled "
-        "out of order is in [How it works](sampling.md). None is refused "
-        "where nothing is said of it.\n\n"
+        "out of order is in [How it works](sampling.md). None is refused unless its meaning is "
+        "given.\n\n"
     )
     return head + option_table(SamplingParams)
 
@@ -236,7 +236,7 @@ def recipe_table() -> str:
     walk(TrainConfig, "")
     head = (
         "A YAML file for `wedlm train --config`; on the command line, `key=value` replaces a field "
-        "and `+key=value` adds to a mapping. Recipes that are there: `configs/`.\n\n"
+        "and `+key=value` adds to a mapping. Ready-made recipes are in `configs/`.\n\n"
     )
     return head + table(("field", "default", "values", "meaning"), rows) + "\n"
 
@@ -276,7 +276,7 @@ def home(cls: type) -> str:
 
 
 def signature(name: str, function: Any) -> str:
-    """Returns a signature, in one line or a parameter a line."""
+    """Returns a signature, on one line or with one parameter per line."""
     found = inspect.signature(function)
     parameters = [p for p in found.parameters.values() if p.name != "self"]
     returns = found.return_annotation
@@ -292,10 +292,11 @@ def signature(name: str, function: Any) -> str:
 
 
 def parameter(found: inspect.Parameter) -> str:
-    """Returns a parameter as it is written; annotations are texts, which Python would quote."""
+    """Returns a parameter as it is written, without the quotes that Python would put around
+    annotations."""
     stars = {found.VAR_POSITIONAL: "*", found.VAR_KEYWORD: "**"}.get(found.kind, "")
-    said = found.annotation if isinstance(found.annotation, str) else formatted(found.annotation)
-    annotation = "" if found.annotation is found.empty else f": {said}"
+    kind = found.annotation if isinstance(found.annotation, str) else formatted(found.annotation)
+    annotation = "" if found.annotation is found.empty else f": {kind}"
     default = "" if found.default is found.empty else f" = {found.default!r}"
     return f"{stars}{found.name}{annotation}{default}"
 
@@ -306,7 +307,7 @@ def formatted(annotation: Any) -> str:
 
 
 def docstring(item: Any) -> str:
-    """Returns a docstring as Markdown; what it says of arguments and the like as lists."""
+    """Returns a docstring as Markdown, with arguments and the like as lists."""
     text = inspect.cleandoc(item.__doc__ or "")
     parts = re.split(rf"^({'|'.join(SECTIONS)}):\n", text, flags=re.MULTILINE)
     lines = [as_markdown(parts[0].strip()), ""]
@@ -331,7 +332,7 @@ def as_entries(text: str) -> Iterable[str]:
 
 
 def as_markdown(text: str) -> str:
-    """Returns text of a docstring or a help, a paragraph a line, double backticks made single."""
+    """Returns docstring or help text with one line per paragraph and single backticks."""
     paragraphs = re.split(r"\n\s*\n", text.strip())
     joined = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     pieces = re.split(r"(`[^`]*`)", joined.replace("``", "`"))
@@ -339,7 +340,7 @@ def as_markdown(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table; no cell may have a bar inside of backticks."""
+    """Returns a table; no cell may have a bar inside backticks."""
     cells = [[as_markdown(cell).replace("|", "&#124;") for cell in row] for row in rows]
     lines = [list(head), ["---"] * len(head), *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

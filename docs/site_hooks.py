@@ -1,4 +1,4 @@
-"""What the site has beside the pages: README as its home, and the files that pages link to.
+"""Adds what the site has besides the pages: README as its home, and the files that pages link to.
 
 mkdocs calls these functions (`hooks` in mkdocs.yml). On GitHub a link to a file of the code leads
 to that file; on the site it leads to a page with its text.
@@ -19,7 +19,7 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", "": "text"}
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Adds the home page, and a page for each file outside of docs/ that a page links to."""
+    """Adds the home page, and a page for each file outside docs/ that a page links to."""
     home = (ROOT / "README.md").read_text(encoding="utf-8")
     texts = [page.read_text(encoding="utf-8") for page in Path(config.docs_dir).glob("*.md")]
     outside = {found for text in texts for found in _outside(text, inside_docs=True)}
@@ -31,13 +31,13 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Leads links to files outside of docs/ to their pages."""
+    """Points links to files outside docs/ to their pages."""
     written = page.file.abs_src_path is not None
     return _linked(markdown, inside_docs=True) if written else markdown
 
 
 def _outside(text: str, *, inside_docs: bool) -> set[str]:
-    """Paths below the root, of files that a page links to and that are no pages of docs/."""
+    """Returns the paths, from the root, of linked files that are not pages of docs/."""
     return {path for _, path in _links(text, inside_docs) if not path.startswith("docs/")}
 
 
@@ -59,7 +59,7 @@ def _linked(text: str, *, inside_docs: bool) -> str:
 
 
 def _as_page(path: str) -> str:
-    """A file as a page: Markdown as it stands, anything else as a block of code."""
+    """Returns a file as a page: Markdown unchanged, anything else as a block of code."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.endswith(".md"):
         return _links_to_pages(text, path)
@@ -69,6 +69,6 @@ def _as_page(path: str) -> str:
 
 
 def _links_to_pages(text: str, path: str) -> str:
-    """Leads links from a page outside of docs/ to those of docs/, as they lie on the site."""
+    """Points links from a page outside docs/ to pages of docs/, as the site arranges them."""
     up = "../" * path.count("/")
     return text.replace(f"]({up}docs/", f"]({up}../")

@@ -1,1 +1,1 @@
-"""Programs beside the package that show its use; they are not installed."""
+"""Programs that show how to use the package; they are not installed with it."""

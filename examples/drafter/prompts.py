@@ -1,8 +1,8 @@
 """Prompts from which a model writes its own training text, drawn from small tables by a seed.
 
-What a drafter learns are the choices of its model, so the answers matter and the prompts only have
-to be as varied as what people ask: questions, advice, stories, letters, code, arithmetic, and given
-texts to be summarised or edited. `benchmarks/assistant.jsonl`, which measures, shares none.
+A drafter learns the choices of its model, so the answers matter and the prompts only have to be as
+varied as what people ask: questions, advice, stories, letters, code, arithmetic, and texts to be
+summarised or edited. None is in `benchmarks/assistant.jsonl`, which is for measuring.
 
     python -m examples.drafter.prompts 4000 > prompts.jsonl
 """
@@ -124,7 +124,7 @@ def prompt(draw: random.Random) -> str:
 
 
 def prompts(count: int, seed: int = 0) -> list[str]:
-    """Draws different prompts."""
+    """Draws ``count`` different prompts."""
     draw, found = random.Random(seed), dict[str, None]()
     while len(found) < count:
         found[prompt(draw)] = None
@@ -136,8 +136,8 @@ def main(arguments: list[str]) -> int:
         prog="python -m examples.drafter.prompts",
         description="Writes prompts as JSONL, for `wedlm generate --input`, to standard output.",
     )
-    parser.add_argument("count", type=at_least_1, metavar="N", help="how many, all different")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw [0]")
+    parser.add_argument("count", type=at_least_1, metavar="N", help="number of different prompts")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for the draw [0]")
     options = parser.parse_args(arguments)
     for number, text in enumerate(prompts(options.count, options.seed)):
         print(json.dumps({"id": number, "messages": [{"role": "user", "content": text}]}))

@@ -1,7 +1,7 @@
 """`python -m examples.embedded TRAINED FOLDER`: makes the model's folder from a finished run.
 
-Weights are rounded to bfloat16; beside them go the tokenizer and held-out questions, none of which
-any training run sees, whatever its seed. The model card stays.
+Weights are rounded to bfloat16. The tokenizer and held-out questions go with them; no training run
+sees any of these questions, whatever its seed. The model card is kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
 
-# Prose has no right answers: its questions measure speed, for which fewer do.
+# Prose has no right answers: its questions only measure speed, and fewer are enough.
 QUESTIONS = {"low_entropy": 400, "reasoning": 400, "prose": 60}
 QUESTIONS_SEED = 2026
-# So many are drawn for each that is kept.
+# Number drawn for each one that is kept.
 DRAWS = 4
 
 
@@ -33,8 +33,8 @@ def export_embedded(trained: Path, destination: Path) -> None:
     """Writes weights, config, tokenizer and questions into ``destination``."""
     model = load_checkpoint(trained, dtype=jnp.float32)
     destination.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=destination.parent) as beside:
-        folder = Path(beside) / "model"
+    with tempfile.TemporaryDirectory(dir=destination.parent) as temporary:
+        folder = Path(temporary) / "model"
         save_checkpoint(model, model.config, folder, dtype="bfloat16", tokenizer_from=trained)
         questions = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in _questions())
         (folder / "heldout.jsonl").write_text(questions, encoding="utf-8")

@@ -2,8 +2,8 @@
 
 Masked positions are filled at once. Where a word has several tokens, neighbours that do not see
 each other may take pieces of different words: "Octobmber", of "October" and "November". So the
-checkpoint OLD is written to NEW with a token more for each word that has several; all ids and all
-other text stay as they are. What NEW says is worth little until it is trained on.
+checkpoint OLD is written to NEW with one more token for each word that has several; existing ids
+and the tokens of all other text stay as they are. NEW is of little use until it is trained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from wedlm_jax.host.signals import exit_process
 from wedlm_jax.host.storage import why_absent
 
 SAMPLES = 20_000
-"""Of each regime: the rarest word stands in a few dozen of them."""
+"""Samples of each regime: the rarest word is in a few dozen of them."""
 CHAT_PROMPT = "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -59,10 +59,10 @@ def add_words(old: Path, new: Path) -> int:
     rows = np.asarray(arrays["embed_tokens"])
     arrays["embed_tokens"] = jnp.asarray(np.concatenate([rows, word_rows(tokenizer, words, rows)]))
     config = dataclasses.replace(model.config, vocab_size=len(rows) + len(words))
-    with tempfile.TemporaryDirectory() as beside:
-        save_tokenizer(with_words(tokenizer, words), Path(beside))
+    with tempfile.TemporaryDirectory() as temporary:
+        save_tokenizer(with_words(tokenizer, words), Path(temporary))
         longer = model_from_arrays(config, arrays)
-        save_checkpoint(longer, config, new, dtype="float32", tokenizer_from=beside)
+        save_checkpoint(longer, config, new, dtype="float32", tokenizer_from=temporary)
     return len(words)
 
 
@@ -76,17 +76,17 @@ def corpus_texts(count: int, seed: int = 5) -> Iterator[str]:
 
 def split_words(tokenizer: Tokenizer, texts: Iterator[str]) -> list[str]:
     """Lists the words that have several tokens, sorted, as the tokenizer's vocabulary spells them:
-    a leading space is `Ġ`. Numbers and punctuation are no words: they stay as they are."""
+    a leading space is `Ġ`. Numbers and punctuation are not words: they stay as they are."""
     words = {word for text in texts for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
     letters = (word for word in sorted(words) if word.removeprefix("Ġ").isalpha())
     return [word for word in letters if len(tokenizer.model.tokenize(word)) > 1]
 
 
 def with_words(tokenizer: Tokenizer, words: list[str]) -> Tokenizer:
-    """Returns the tokenizer with each word as one more token, behind those it has.
+    """Returns the tokenizer with each word as one more token, after the existing ones.
 
-    `ignore_merges` takes a word that is in the vocabulary as it stands, and spells all others by
-    the merges, of which none is added: so no other text changes.
+    `ignore_merges` takes a word in the vocabulary as one token, and splits all others by the
+    merges. No merge is added, so no other text changes.
     """
     content = json.loads(tokenizer.to_str())
     first = tokenizer.get_vocab_size()
@@ -96,8 +96,8 @@ def with_words(tokenizer: Tokenizer, words: list[str]) -> Tokenizer:
 
 
 def word_rows(tokenizer: Tokenizer, words: list[str], rows: np.ndarray) -> np.ndarray:
-    """Returns embeddings to begin with, ``[words, D]``: the mean of the pieces' ``rows [V, D]``,
-    made as long as they are, since a mean is shorter and the head is the same matrix."""
+    """Returns initial embeddings, ``[words, D]``: the mean of the pieces' ``rows [V, D]``, scaled
+    to their mean length, since a mean is shorter and the head is the same matrix."""
     pieces = [[token.id for token in tokenizer.model.tokenize(word)] for word in words]
     means = np.stack([rows[ids].mean(0) for ids in pieces])
     lengths = np.stack([np.linalg.norm(rows[ids], axis=1).mean() for ids in pieces])
@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.embedded.words", description=__doc__)
     add = parser.add_argument
     add("old", type=Path, metavar="OLD", help="checkpoint with a tokenizer: a run's export")
-    add("new", type=Path, metavar="NEW", help="folder to write, which the next stage begins with")
+    add("new", type=Path, metavar="NEW", help="folder to write, from which the next stage starts")
     options = parser.parse_args(arguments)
     added = add_words(options.old, options.new)
     print(f"{options.new}: {added} words added")

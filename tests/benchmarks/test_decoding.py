@@ -165,7 +165,7 @@ def test_a_shape_without_a_checkpoint(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("main", "arguments", "says"),
     [
-        (benchmarks.floor.main, "--shape qwen3-0.6b --model here", "without --model"),
+        (benchmarks.floor.main, "--shape qwen3-0.6b --model here", "leave out --model"),
         (benchmarks.chunks.main, "--prompt-tokens 40000", "--prompt-tokens: expected 2048 to"),
         (benchmarks.gaps.main, "--questions nowhere.jsonl", "nowhere.jsonl"),
         (benchmarks.pages.main, "--output /no/such/pages.json", "no such folder"),

@@ -76,10 +76,10 @@ class Found:
 @pytest.mark.parametrize(
     ("other", "says"),
     [
-        (Found(2.0001, 4.0), "the loss is 2.0001 by b, 2 by a"),
+        (Found(2.0001, 4.0), "the loss is 2.0001 with b, 2 with a"),
         (Found(float("nan"), 4.0), "the loss is nan"),
-        (Found(2.0, 4.1), "the gradient of norm by b is 0.02 away"),
-        (Found(2.0, float("nan")), "the gradient of norm by b is nan away"),
+        (Found(2.0, 4.1), "the gradient of norm differs by 0.02 between b and a"),
+        (Found(2.0, float("nan")), "the gradient of norm differs by nan between b and a"),
     ],
 )
 def test_what_differs_is_not_timed(other, says):
@@ -121,7 +121,7 @@ def test_steps_that_differ_end_with_status_1(monkeypatch, capsys):
     monkeypatch.setattr(step, "steps_of", lambda *_, **__: steps)
     monkeypatch.setattr(step, "SHAPE", TINY)
     assert main(["--lengths", "32", "--rival"]) == 1
-    assert capsys.readouterr().err.endswith("away from that by a; nothing was timed\n")
+    assert capsys.readouterr().err.endswith("between b and a; nothing was timed\n")
 
 
 ROOT = Path(__file__).parents[2]

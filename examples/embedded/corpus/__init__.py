@@ -30,13 +30,13 @@ KINDS: Mapping[str, Mapping[str, Draw]] = MappingProxyType(
 DEFAULT_WEIGHTS: Mapping[str, float] = MappingProxyType(
     {"low_entropy": 0.30, "reasoning": 0.45, "prose": 0.25}
 )
-"""Shares of the samples. Reasoning has most to learn, so it comes most often."""
+"""Shares of the samples. Reasoning takes the most learning, so it comes most often."""
 
 HELDOUT_ONE_IN = 20
 
 
 MATCH = {"low_entropy": "exact", "reasoning": "last_line", "prose": None}
-"""By regime, what of an answer is compared: prose has no right answers."""
+"""By regime, the part of an answer that is compared: prose has no right answers."""
 
 
 class Sample(NamedTuple):
@@ -65,7 +65,7 @@ class Sample(NamedTuple):
 
 
 def is_heldout(prompt: str) -> bool:
-    """Returns whether a prompt belongs to the held-out split: a matter of its text alone."""
+    """Returns whether a prompt is held out, which depends on its text alone."""
     digest = hashlib.blake2b(prompt.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0
 

@@ -1,6 +1,6 @@
-"""`python -m examples.embedded.corpus FILE`: samples of the corpus, a line of JSON each.
+"""`python -m examples.embedded.corpus FILE`: writes samples of the corpus, one line of JSON each.
 
-Those held out are seen by no training run, whatever its seed.
+No training run sees the held-out samples, whatever its seed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def main(arguments: list[str]) -> int:
         default="questions",
         help="questions to ask a model, or conversations for `wedlm tokenize` [questions]",
     )
-    add("--samples", type=int, default=2000, metavar="N", help="[2000]")
-    add("--seed", type=int, default=77, metavar="N", help="other samples [77]")
-    add("--split", choices=("train", "heldout"), default="heldout", help="[heldout]")
+    add("--samples", type=int, default=2000, metavar="N", help="number of samples [2000]")
+    add("--seed", type=int, default=77, metavar="N", help="seed for the samples [77]")
+    add("--split", choices=("train", "heldout"), default="heldout", help="the split [heldout]")
     add(
         "--weights",
         type=float,

@@ -1,4 +1,4 @@
-"""The word choices of the prose regime: slot name to alternatives, which may hold slots again.
+"""The word choices of the prose regime: slot name to alternatives, which may contain slots.
 
 An alternative that begins with a space is an optional clause; its slot stands directly after a
 word. `{a}` and `{b}` are the two subjects that the prompt names, `{n}` and `{m}` two people.

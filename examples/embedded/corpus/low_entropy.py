@@ -2,9 +2,9 @@
 
 A model that has learned the format is sure of nearly every token, so a window of 16 masks can
 be filled in one or two forwards. Lists have a fixed length, and a copied word is known by its
-role (the colour, the city): finding the end of a list, or the word after the one before, takes
-more than a million parameters learn in an hour, and a mask that does not know its place cannot
-be filled.
+role (the colour, the city): finding the end of a list, or the word after the previous one, is
+more than a model of a million parameters can learn in an hour, and a mask that does not know its
+place cannot be filled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCHEMAS = (
 
 
 def count(rng: random.Random) -> tuple[str, str]:
-    """Counts up or down in equal steps, always as many terms."""
+    """Counts up or down in equal steps, always with the same number of terms."""
     step = rng.choice(STEPS)
     low = rng.randint(0, LARGEST_COUNT - step * (COUNT_TERMS - 1))
     values = [low + step * i for i in range(COUNT_TERMS)]
@@ -50,7 +50,7 @@ def count(rng: random.Random) -> tuple[str, str]:
 
 
 def times_table(rng: random.Random) -> tuple[str, str]:
-    """Writes a part of one multiplication table, a line each; nothing above 10 x 10."""
+    """Writes part of one multiplication table, one product per line; nothing above 10 x 10."""
     n, rows = rng.randint(2, 10), rng.randint(5, 9)
     first = rng.randint(1, 11 - rows)
     prompt = rng.choice(
@@ -79,7 +79,7 @@ def sum_table(rng: random.Random) -> tuple[str, str]:
 
 
 def copy_line(rng: random.Random) -> tuple[str, str]:
-    """Writes one sentence several times, a line each."""
+    """Writes one sentence several times, once per line."""
     times = rng.randint(3, 6)
     line = (
         f"The {rng.choice(COLORS)} {rng.choice(ANIMALS)} {rng.choice(DOINGS)} "
@@ -103,7 +103,7 @@ def _record(rng: random.Random) -> dict[str, str | int]:
 
 
 def markdown(rng: random.Random) -> tuple[str, str]:
-    """Writes the fields of a record as a Markdown table, a row each."""
+    """Writes the fields of a record as a Markdown table, one per row."""
     record = _record(rng)
     fields = ", ".join(f"{key} {value}" for key, value in record.items())
     rows = "\n".join(f"| {key} | {value} |" for key, value in record.items())
@@ -118,7 +118,7 @@ def json_records(rng: random.Random) -> tuple[str, str]:
 
 
 def letters(rng: random.Random) -> tuple[str, str]:
-    """Writes a run of the alphabet, forwards or backwards, always as long."""
+    """Writes a run of the alphabet of fixed length, forwards or backwards."""
     start = rng.randint(0, len(LETTERS) - LETTER_RUN)
     run = list(LETTERS[start : start + LETTER_RUN])
     if rng.random() < 0.5:

@@ -1,5 +1,5 @@
-"""The word problems: for each its kind and how its numbers are drawn, questions ("?") with the same
-solution, and the steps of that ("=").
+"""The word problems: for each its kind and how its numbers are drawn, questions ("?") that share a
+solution, and the steps of that solution ("=").
 
 Slots: n, m are people, x, y things in the plural, box/boxes a container; a, b, c, d are given
 numbers and s, u, t computed ones, drawn as `reasoning.NUMBERS` says; t is the result unless another

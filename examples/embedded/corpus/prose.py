@@ -20,8 +20,7 @@ _ARTICLE = re.compile(r"\b([Aa]) (?=[aeiouAEIOU])")
 
 
 def expand(template: str, rng: random.Random, subject: Mapping[str, str]) -> str:
-    """Writes a sentence: its slots take the subject where that is named, else a random
-    alternative."""
+    """Writes a sentence: slots that the subject names take it, others a random alternative."""
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)

@@ -2,10 +2,10 @@
 
 The wording of a solution follows from the question, so what is left to decide is mostly the
 numbers: entropy is low in the words and high at each computed number. Numbers stay small
-(operands to 9 in first sums, products to 20 where more is to be done with them; division undoes a
+(operands up to 9 in first sums, products up to 20 if more steps follow; division undoes a
 product), so that there are few distinct sums: a model of a million parameters must be able to
-learn every one of them twice, as the next token and as a masked one, and sees a masked result with
-both of its operands in sight in one of twelve cases only.
+learn each of them twice, as the next token and as a masked one, and sees a masked result with
+both operands visible in only one of twelve cases.
 """
 
 from __future__ import annotations
