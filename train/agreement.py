@@ -1,9 +1,9 @@
 """Checks before a run's first step that all hosts have the same recipe, data, package versions and
 states.
 
-Hosts that differ would train on silently, each with its own learning rate, or hang, because their
-programs are not the same. So each host computes a digest of all this; if the digests differ, all
-hosts report how, and end. No device is involved: with different versions it might not answer.
+Hosts that differ would silently train with, say, different learning rates, or hang because their
+programs differ. So each host computes a digest of all this; if the digests differ, all hosts report
+the differences and end. No device is involved: with different versions it might not answer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from wedlm_jax.host.storage import (
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 STATE, START = "the newest whole state", "what model.init_from holds"
 SAMPLE_BYTES = 64 * 1024
-"""The size of each of the samples that are taken of a starting checkpoint's files: at the
-beginning, in the middle and at the end."""
+"""The size of the samples taken from each file of a starting checkpoint: at its beginning, in the
+middle and at its end."""
 
 
 def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
@@ -49,7 +49,7 @@ def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
     steps of the run's states, newest first, as process 0 lists them. All hosts call this.
 
     Hosts look for the newest state until all see the same one, or `SEEN_WITHIN_S` has passed, since
-    some file systems show late what another host has written or renamed.
+    some file systems are slow to show what another host has written or renamed.
 
     Raises:
       InputError: hosts differ, or data cannot be read. In the first case all hosts raise it, and
@@ -74,14 +74,14 @@ def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
             raise InputError(differences(theirs, found))
         time.sleep(0.5)
         newest = {one.get(STATE, theirs[STATE]) for one in found} - {"None"}
-        # Looked for by name, too, since a listing may be cached where a lookup by name is not.
+        # Also looked up by name: a listing may be cached although a lookup by name is not.
         named = [step for step in map(int, newest) if is_whole(folder / str(step))]
         states = sorted({*whole_steps(folder), *named})
 
 
 def described(config: TrainConfig) -> dict[str, str]:
-    """Returns what this host would run, by name: each field of the recipe, each package's version,
-    and digests of its data."""
+    """Returns what this host would run, by name: each field of the recipe, the version of each
+    package, and digests of the data."""
     fields: Any = dataclasses.asdict(config)
     # Hosts may have different names for one folder; `train.run_files.open_output` checks it.
     names = [name for name, _, _ in describe() if name != "output"]
@@ -126,9 +126,7 @@ def differences(first: Mapping[str, str], others: Sequence[Mapping[str, str]]) -
         values = [f"{shortened(value, 100)} on {_hosts(which)}" for value, which in hosts.items()]
         parts.append(f"{name} is {', '.join(values[:-1])} and {values[-1]}")
     more = f"; and {len(parts) - 8} more" if len(parts) > 8 else ""
-    return (
-        f"the {len(others)} hosts of this run are not given the same: {'; '.join(parts[:8])}{more}"
-    )
+    return f"the {len(others)} hosts of this run differ: {'; '.join(parts[:8])}{more}"
 
 
 def _hosts(which: Sequence[int]) -> str:
@@ -146,11 +144,11 @@ def _start(config: TrainConfig, states: Sequence[int]) -> str:
     """Describes the files of the checkpoint that a run without states starts from: names, sizes
     and samples of their content."""
     if states or config.branch_from is not None:
-        return "not asked"
+        return "not checked"
     given = config.model.init_from, config.drafter.init_from
     folders = [as_path(name) for name in given if name is not None]
     if not folders or any(map(is_remote, folders)):
-        return "not asked"
+        return "not checked"
     digest = hashlib.sha256()
     files = {
         (folder, name): size

@@ -1,9 +1,9 @@
-"""What a recipe leaves to the run: `prediction_blocks: 0` and `loss.remat: auto`.
+"""Settles what a recipe leaves to the run: `prediction_blocks: 0` and `loss.remat: auto`.
 
 Prediction blocks: a block without trainable tokens, such as one of a prompt, is of no use in the
 prediction stream: no token of other blocks sees it there, and no loss counts it. So the stream has
 only the other blocks, at places that vary by row (`wedlm_jax.masks.DualStreamMask`). Their number
-cannot vary, and is that of the row with the most.
+cannot vary, so it is that of the row with the most.
 
 Recomputation: only the compiler knows how much memory a step takes. Each policy takes less than the
 one before it, so a binary search, with the smallest possible micro-batches, finds the first that
@@ -41,13 +41,12 @@ from wedlm_jax.model.layers import POLICIES
 from wedlm_jax.packing import prediction_blocks, trainable_blocks
 
 SPARE = 0.1
-"""Share of a device's memory that a policy must leave free, for fragmentation and other programs.
-"""
+"""Share of a device's memory that a policy must leave free for fragmentation and other programs."""
 REMEMBERED = "remat.json"
 
 LEAST_TOKENS = 4096
-"""The least tokens of a device per micro-batch, of both streams. With fewer, gathering weights
-would take longer than their products, by the bounds in docs/compile-report.md for v6e."""
+"""The minimum number of tokens per device and micro-batch, in both streams. With fewer, gathering
+weights would take longer than their products, by the bounds in docs/compile-report.md for v6e."""
 
 PeakOf = Callable[[TrainConfig], int | None]
 """Maps a recipe to the compiler's peak of memory, in bytes on one device, for its `largest_phase`;
@@ -63,7 +62,7 @@ def first_that_fits(peaks: Sequence[Callable[[], int | None]], capacity: int, st
       start: the index to begin with; after it the search is binary.
 
     Raises:
-      InputError: none does.
+      InputError: no peak leaves that much.
     """
     first, last, middle, least = 0, len(peaks), start, None
     while first < last:
@@ -77,15 +76,15 @@ def first_that_fits(peaks: Sequence[Callable[[], int | None]], capacity: int, st
         return first
     takes = "more than there is" if least is None else f"{least / 2**30:.1f} GiB"
     raise InputError(
-        f"loss.remat: no policy leaves {SPARE:.0%} of a device's {capacity / 2**30:.1f} GiB: "
+        f"loss.remat: no policy leaves {SPARE:.0%} of a device's {capacity / 2**30:.1f} GiB free: "
         f"{POLICIES[-1]}, which takes least, takes {takes}; fewer rows with more accumulation take "
-        f"less, and loss.remat={POLICIES[-1]} tries all the same"
+        f"less, and loss.remat={POLICIES[-1]} tries anyway"
     )
 
 
 def possible_parts(config: TrainConfig, mesh: Mesh) -> list[int]:
     """Returns, in ascending order, into how many parts the micro-batches of all phases can be cut
-    such that every device still has whole rows and `LEAST_TOKENS`. On a CPU they are not cut, since
+    so that every device still has whole rows and `LEAST_TOKENS`. On a CPU they are not cut, since
     nothing would be gained."""
     batch, sequence = mesh.shape["data"] * mesh.shape["fsdp"], mesh.shape["sequence"]
     if mesh.devices.flat[0].platform == "cpu":
@@ -132,7 +131,7 @@ def settled(
     kind, platform = device.device_kind, device.platform
     if capacity is None:
         raise InputError(
-            f"loss.remat=auto: {kind} does not say how much memory it has; name a policy: "
+            f"loss.remat=auto: {kind} does not report how much memory it has; name a policy: "
             f"{', '.join(POLICIES)}"
         )
     policies = POLICIES[1:] if platform == "tpu" else POLICIES
@@ -229,7 +228,7 @@ def _remembered() -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8")) if path else {}
     except (OSError, ValueError):
-        return {}  # it only saves time
+        return {}  # the file only saves time
     return found if isinstance(found, dict) else {}
 
 
@@ -277,8 +276,8 @@ def _chosen(config: TrainConfig, name: str, needed: int | None, sequence: int) -
     if given:
         if needed is not None and given < needed:
             raise InputError(
-                f"{name} {given}: a row of the data has {needed} blocks with tokens to train on; 0 "
-                "makes room for as many as are needed"
+                f"{name} is {given}, but a row of the data has {needed} blocks with tokens to "
+                "train on; 0 makes room for as many as needed"
             )
         return given
     if needed is None:

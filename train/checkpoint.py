@@ -1,5 +1,5 @@
-"""Training checkpoints: a `TrainState` as the flat dictionary that orbax writes, in the background,
-whole or not at all.
+"""Training checkpoints: orbax writes a `TrainState` as a flat dictionary, in the background, whole
+or not at all.
 
 Parameters that a run does not train are left out: they never change, and may be most of the model.
 
@@ -62,14 +62,14 @@ from wedlm_jax.host.storage import (
 
 CHECKSUMS = "checksums"
 DAMAGED = ".damaged"
-"""In the name of a state that was set aside."""
+"""A part of the name of a state that was set aside."""
 PAUSES_S = (5.0, 30.0)
 """Pauses before the second and the third consecutive attempt to write a state. A bucket's client
 retries several times within each attempt."""
 
 
 class OtherState(InputError):
-    """A state is of another model or optimizer."""
+    """Raised if a state belongs to another model or optimizer."""
 
 
 class Checkpoints:
@@ -110,13 +110,13 @@ class Checkpoints:
 
     def kept(self, every: int) -> str:
         """Describes which states are kept if a run writes one at these intervals."""
-        text = f"a state every {every:,} steps, of which the newest {self._keep} stay"
+        text = f"a state every {every:,} steps; the newest {self._keep} are kept"
         if not self._keep_every:
             return text
         both = math.lcm(every, self._keep_every)
-        text += f", and for good those at multiples of {both:,}"
+        text += f", and all at multiples of {both:,}"
         if both != self._keep_every:
-            text += f": keep_every={self._keep_every} is no multiple of checkpoint_every"
+            text += f": keep_every={self._keep_every} is not a multiple of checkpoint_every"
         return text
 
     def save(self, state: TrainState, *, whole: bool = False) -> None:
@@ -164,11 +164,11 @@ class Checkpoints:
         self._under_way = True
 
     def _refusal(self) -> str:
-        """Makes the folder, writes a file beside the states; returns the storage's error, or
-        none."""
+        """Makes the folder and writes a file next to the states; returns the storage's error, or
+        an empty text."""
         path = self._folder / ".writable"
         try:
-            with contextlib.suppress(FileExistsError):  # what is there instead, the next line tells
+            with contextlib.suppress(FileExistsError):  # writing reports what is there instead
                 self._folder.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"")
             path.unlink()
@@ -191,32 +191,32 @@ class Checkpoints:
         if self._failed == attempts:
             raise StorageFailure(
                 f"{self._folder}: {failure}, the last of {attempts} attempts; the same command "
-                "goes on from the newest whole state"
+                "continues from the newest whole state"
             )
         self._pause = PAUSES_S[self._failed - 1]
         say(f"{failure}; attempt {self._failed + 1} of {attempts} in {self._pause:g} s")
         return False
 
     def _failure(self) -> str:
-        """Waits until the state under way is written; returns why it was not, or an empty text: in
-        every process, when one of them could not write it."""
+        """Waits until the state under way is written. Returns an empty text or, in every process if
+        one of them could not write it, the reason."""
         assert self._manager is not None
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            # Where the manager's own thread failed, the one that writes arrays may still run, and
-            # would raise its error in the next save.
+            # If the manager's own thread failed, the one that writes arrays may still be running,
+            # and would raise its error in the next save.
             with contextlib.suppress(Exception):
                 self._manager._checkpointer.wait_until_finished()
             return self._meetings.note(error)
         return ""
 
     def _opened(self) -> ocp.CheckpointManager:
-        """Returns orbax's manager, made when the first state is written. It is never asked what it
-        lists by itself, since each process would list for itself."""
+        """Returns orbax's manager, which is made when the first state is written. It never lists
+        the states itself, since each process would do so on its own."""
         if self._manager is not None:
             return self._manager
-        # Its background threads log their errors, for which `_settled` has one sentence.
+        # Its background threads log their errors, which `_settled` reports in one sentence.
         self._silence.enter_context(late_reports_unheard())
         logging.getLogger("absl").addFilter(_is_no_error_of_orbax)
         self._silence.callback(logging.getLogger("absl").removeFilter, _is_no_error_of_orbax)
@@ -228,10 +228,10 @@ class Checkpoints:
             async_options=ocp.options.AsyncOptions(
                 timeout_secs=self._timeout, barrier_sync_fn=self._meetings
             ),
-            # Without, one process asks the storage something while the others wait for it on the
-            # devices, where they cannot be told that it failed. The background looks, too.
+            # Otherwise one process queries the storage while the others wait for it on the devices,
+            # where they cannot be told that it failed. The background threads check, too.
             file_options=ocp.options.FileOptions(skip_sync_file_validations=True),
-            # It would read of every state when it was written, each process by itself.
+            # Otherwise each process would read when each state was written.
             lightweight_initialize=True,
         )
         with quiet():
@@ -269,8 +269,8 @@ class Checkpoints:
             self._set_aside(step)
         if steps or self._any_set_aside():
             raise InputError(
-                f"{self._folder}: every state is damaged; nothing can be resumed, and a run that "
-                "is to start over needs another output"
+                f"{self._folder}: every state is damaged, so the run cannot be resumed; to start "
+                "over, use another output"
             )
         return None
 
@@ -299,7 +299,7 @@ class Checkpoints:
         try:
             return read_state(self._folder / str(step), like)
         except OtherState as other:
-            raise InputError(f"{other}, so give the run a folder of its own") from None
+            raise InputError(f"{other}, so use another output") from None
 
     def _files(self, step: int) -> str:
         """Describes the files of a state that this process sees, and their sizes."""
@@ -309,7 +309,7 @@ class Checkpoints:
         return f"{len(found)} files of {sum(size for _, size in found):,} bytes ({digest})"
 
     def _set_aside(self, step: int) -> None:
-        """Renames a state, so that it counts no more and its step can be written again."""
+        """Renames a state, so that it no longer counts and its step can be written again."""
         assert self._manager is None
         folder, failure = self._folder / str(step), ""
         if is_first():
@@ -335,7 +335,7 @@ class Checkpoints:
         """Waits until everything is on disk.
 
         Raises:
-          StorageFailure: in every process, when one of them could not write the last state.
+          StorageFailure: in all processes, if one of them could not write the last state.
         """
         if self._manager is None:
             return
@@ -348,14 +348,14 @@ class Checkpoints:
 
 
 class SaveMeetings:
-    """Orbax's `AsyncOptions.barrier_sync_fn`: processes wait for one another, and when one of them
-    has failed all raise.
+    """Orbax's `AsyncOptions.barrier_sync_fn`: processes wait for one another, and all raise if one
+    of them has failed.
 
-    Orbax writes in background threads, which wait for those of the other processes when they have
-    written, and again when the state counts. In a process whose write failed the thread ends, and
-    the others would wait for it until the time is up. But as it ends it asks for one more wait,
-    with its error in flight. So every process has one sequence of meetings per state here, whatever
-    orbax calls them: one that failed says so, and comes to the meeting where the others are.
+    Orbax writes in background threads, which wait for those of the other processes after writing,
+    and again when the state counts. If a write fails, its thread ends, and the others would wait
+    for it until the timeout. But as it ends it requests one more wait, with its error in flight. So
+    here every process has one sequence of meetings per state, whatever keys orbax gives them: a
+    process that failed reports it, and joins the meeting at which the others wait.
     """
 
     def __init__(self) -> None:
@@ -383,7 +383,7 @@ class SaveMeetings:
     def __call__(self, *, key: str, timeout_ms: int) -> None:
         if self._processes.count == 1:
             return
-        # The thread that starts to write may itself handle an error, of something else.
+        # The thread that starts to write may be handling an unrelated error.
         starts = threading.get_ident() == self._starter
         error = None if starts else sys.exception()
         place = f"wedlm/{self._name}/{self._state}"
@@ -409,7 +409,7 @@ class SaveMeetings:
             self.failure = self.sentence({int(name.split("/")[-1]): why for name, why in failed})
 
     def sentence(self, failed: dict[int, str]) -> str:
-        """Returns the message about a state: what the storage said to each process that failed."""
+        """Returns the message about a state: the storage's error in each process that failed."""
         count = self._processes.count
         reasons = [
             f"host {index} of {count}: {why}" if count > 1 else why
@@ -419,7 +419,7 @@ class SaveMeetings:
 
 
 class _ListedSteps:
-    """Lists a run's states for orbax: those that the processes agreed on. A listing by each of them
+    """Lists for orbax the states that the processes agreed on. What each process would list itself
     may be out of date."""
 
     def __init__(self, steps: Sequence[int]):
@@ -472,7 +472,7 @@ def _restored(step_folder: Path, like: dict[str, Array]) -> dict[str, Array]:
     folder = step_tree(step_folder)
     _check_arrays(folder, like)
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    # Not by the manager, which makes processes wait for one that has failed.
+    # Not through the manager, which makes processes wait for one that has failed.
     with contextlib.closing(ocp.StandardCheckpointHandler()) as handler:
         arguments = ocp.args.StandardRestore(target)
         path = epath.Path(absolute(folder))
@@ -496,19 +496,19 @@ def _check_arrays(folder: Path, like: Mapping[str, Any]) -> None:
     found = array_headers(folder)
     if found.keys() != like.keys():
         raise OtherState(
-            f"{folder}: a state of {len(found)} arrays where this recipe has {len(like)}; it is "
-            "of another model or optimizer"
+            f"{folder}: a state of {len(found)} arrays where this recipe has {len(like)}; it "
+            "belongs to another model or optimizer"
         )
     for name, leaf in like.items():
         if found[name].shape != leaf.shape:
             raise OtherState(
                 f"{folder}: array {name} has shape {list(found[name].shape)} where this recipe has "
-                f"{list(leaf.shape)}; it is of another model"
+                f"{list(leaf.shape)}; it belongs to another model"
             )
         if found[name].dtype != leaf.dtype:
             raise OtherState(
                 f"{folder}: array {name} is {found[name].dtype.name} where this recipe has "
-                f"{leaf.dtype.name}; it is of another optimizer.first_moment_dtype"
+                f"{leaf.dtype.name}; it belongs to another optimizer.first_moment_dtype"
             )
 
 

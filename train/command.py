@@ -14,11 +14,11 @@ from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import as_path
 
-GOES_ON = "the same command goes on from the newest state, or starts over if there is none"
+GOES_ON = "the same command continues from the newest state, or starts over if there is none"
 
 
 class _RecipeParser(CommandParser):
-    """A parser that explains how a field of the recipe is given, if it came as an option."""
+    """A parser that explains how to set a field of the recipe if it was given as an option."""
 
     def error(self, message: str) -> NoReturn:
         option = message.partition("unrecognized arguments: --")[2].partition(" ")[0]
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
             try:
                 folder = train(config, allow_changed=options.allow_changed)
             except RunStopped as stopped:
-                text = f"wedlm train: {stopped}; the same command goes on from there"
+                text = f"wedlm train: {stopped}; the same command continues from there"
                 print(text, file=sys.stderr, flush=True)
                 return stopped.status
             except CompilingInterrupted as interrupt:
@@ -99,6 +99,6 @@ def main(arguments: list[str]) -> int:
         print(f"wedlm train: interrupted; {GOES_ON}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(INTERRUPTED)  # Python would wait for the steps that the devices still compute
+        os._exit(INTERRUPTED)  # Python would wait for the steps still running on the devices
     say(f"exported {folder}")
     return 0

@@ -1,4 +1,4 @@
-"""`wedlm train --compile-only`: the actual train step, compiled for TPUs without having any.
+"""`wedlm train --compile-only`: compiles the actual training step for TPUs without having any.
 
 It reports on the program that the pod would run: its memory per chip as the compiler counts it, its
 collectives, and the shortest time of a step that follows from these and the chip's figures.
@@ -238,13 +238,14 @@ def describe(step: CompiledStep) -> str:
         f"state per chip       {step.state_bytes / gib:.2f} GiB (parameters, moments)",
         f"peak HBM per chip    {step.peak_bytes / gib:.2f} of {step.hbm_limit / gib:.0f} GiB, "
         f"{step.headroom:.0%} to spare",
-        f"products per step    {step.model_flops:.3g} FLOP (forward and backward, none twice)",
+        f"products per step    {step.model_flops:.3g} FLOP (forward and backward, each once)",
         f"recomputed           as loss.remat: {step.remat} says",
         f"products per chip    {step.device_flops.total:.3g} FLOP, recomputation included; "
         f"attention {step.device_flops.attention / step.device_flops.total:.0%}",
         "attention computes   "
         + ", ".join(
-            f"{share:.2f} times the pairs that are seen with {samples} in a row"
+            f"{share:.2f} times the visible pairs with {samples} "
+            f"sample{'s' * (samples > 1)} per row"
             for samples, share in step.attention_share.items()
         ),
         f"HBM traffic per chip {cost.hbm_bytes / gib:.0f} GiB",
@@ -262,8 +263,8 @@ def describe(step: CompiledStep) -> str:
         f"at best              {step.tokens / bound.seconds:,.0f} tokens/s, "
         f"{step.mfu_bound:.0%} of the chips' peak in the model's products",
         f"expected             {step.expected:.3f} s, {step.tokens / step.expected:,.0f} tokens/s",
-        f"assumed of the best  {ASSUMPTIONS}",
-        f"of what is expected  {EXPECTED_ASSUMPTIONS}",
+        f"at best assumes      {ASSUMPTIONS}",
+        f"expected assumes     {EXPECTED_ASSUMPTIONS}",
         "XLA's flags          " + " ".join(f"{k}={v}" for k, v in step.options.items()),
     ]
     return "\n".join(lines)

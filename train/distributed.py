@@ -24,7 +24,7 @@ ENDED = "ended"
 """The key under which processes report that they failed, and why."""
 ASK_EVERY_S = 0.5
 GRACE_S = 60.0
-"""How long a process may take to end by itself, and write its files, after another has ended."""
+"""How long a process may take to end and write its files after another has ended."""
 
 EXAMPLE = "--coordinator HOST:PORT --num-processes N --process-id I"
 
@@ -74,7 +74,7 @@ def join(options: argparse.Namespace) -> None:
 
 
 AT_ONCE_S = 3.0
-"""How long a process may take to end by itself after a second Ctrl-C."""
+"""How long a process may take to end after a second Ctrl-C."""
 
 
 def _end_at_once() -> None:

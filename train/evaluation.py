@@ -1,8 +1,8 @@
-"""A look at the model in mid-run: losses on held-out rows, what its decoder makes of prompts from
-them, and answers to questions.
+"""Evaluates the model during a run: losses on held-out rows, decoding of prompts from these rows,
+and answers to questions.
 
-Rows, masks, prompts and questions are the same at every evaluation, so its numbers differ by the
-model alone. Each process decodes its share with a copy of the parameters, on its own devices.
+Rows, masks, prompts and questions are the same at every evaluation, so only the model changes the
+numbers. Each process decodes its share with a copy of the parameters, on its own devices.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from wedlm_jax.sharding import batch_sharding, tree_shardings
 from wedlm_jax.text import TextCodec
 
 MASKS = 2**31
-"""Folded into the run's key for the masks; no step has this number."""
+"""The number folded into the run's key to draw the masks; no step has it."""
 
 At = Callable[[str], None]
-"""Told what an evaluation does now; what it raises ends the evaluation."""
+"""Called with what an evaluation is doing; an exception that it raises ends the evaluation."""
 
 MOST_AT_ONCE = 16
-"""Prompts that a process decodes together."""
+"""The maximum number of prompts that a process decodes together."""
 BURST = 16
-"""Forwards between two looks at whether the run shall stop."""
+"""Forwards between two checks of whether the run should stop."""
 
 
 class Evaluation:
-    """Judges a model by held-out rows, prompts and questions, with programs compiled for them.
+    """Evaluates a model on held-out rows, prompts and questions, with programs compiled for them.
 
     Args:
-      program: the run's.
-      rows: held-out packed rows, arrays ``[N, L]``; the last are left out where N is no
-        multiple of the recipe's rows.
-      questions: that the model is asked, if any.
+      program: the run's program.
+      rows: held-out packed rows, arrays ``[N, L]``; the last ones are left out if N is not a
+        multiple of the recipe's ``rows``.
+      questions: questions to ask the model, if any.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Evaluation:
         sharding = batch_sharding(mesh)
 
         def place(x: np.ndarray) -> jax.Array:
-            # Rows are repeated where there are fewer than a micro-batch.
+            # Rows are repeated if there are fewer than a micro-batch has.
             x = np.resize(x, (count, *x.shape[1:])).reshape(-1, config.rows, *x.shape[1:])
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
@@ -107,14 +107,14 @@ class Evaluation:
             )
 
     def run(self, parameters: nnx.State, at: At = lambda text: None) -> Record:
-        """Takes losses and perplexity, decodes the prompts (tokens per forward and p_cache), and
-        has the questions answered.
+        """Computes losses and perplexity, decodes the prompts (tokens per forward and p_cache), and
+        answers the questions.
 
         All processes of a run call this, under its mesh. Each decodes its share of the prompts
         and questions on its own devices.
 
         Args:
-          at: told what goes on.
+          at: called with what the evaluation is doing.
         """
         arguments = parameters, self._rows, self._key
         if self._step is None:
@@ -143,7 +143,8 @@ class Evaluation:
         return record
 
     def _decode_prompts(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
-        """Counts tokens, forwards and token instances of every ``every``-th prompt."""
+        """Decodes every ``every``-th prompt; returns the numbers of tokens, forwards and token
+        instances."""
         counts = [
             (len(result.token_ids), result.num_forwards, result.num_token_instances)
             for result in decode_all(engine, self._prompts[first::every], self._params, at)
@@ -152,8 +153,8 @@ class Evaluation:
 
 
 def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[list[int]]:
-    """Returns prompts from samples of packed rows, drawn by the seed: what stands before the first
-    trainable token, or the first half of a sample that is trainable from its start."""
+    """Returns prompts from samples of packed rows, drawn with the seed: the tokens before the first
+    trainable one, or the first half of a sample that is trainable from its start."""
     prompts: list[list[int]] = []
     for tokens, segments, trainable in zip(
         rows["tokens"], rows["segment_ids"], rows["trainable"], strict=True
@@ -168,15 +169,15 @@ def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[l
 
 
 class OwnEngine:
-    """Lends the engine of a process the run's parameters while it decodes, and nothing between.
+    """Holds the engine of a process, which has parameters only while it decodes.
 
     Args:
       mesh: mesh of the run; see `can_decode`.
       graph: graph definition of the model.
-      dtype: dtype of its parameters in decoding.
+      dtype: dtype of the parameters in decoding.
       window: W; 0 decodes autoregressively.
-      prompts: the most that this process decodes together.
-      longest: the most tokens of a prompt and its completion.
+      prompts: maximum number of prompts that this process decodes.
+      longest: maximum number of tokens of a prompt and its completion.
       known_tokens: the ids that may be chosen; None for all but the mask token's.
     """
 
@@ -200,8 +201,8 @@ class OwnEngine:
     @contextlib.contextmanager
     def having(self, parameters: nnx.State, at: At) -> Iterator[Engine]:
         """Gives the engine these parameters within the block. All processes of a run call this
-        together (`own_copy`); within, each decodes what it has. ``at`` is called
-        what it waits for, such as a program that is compiled."""
+        together (`own_copy`); within the block each decodes its own prompts. ``at`` is called with
+        what the engine is waiting for, such as a program being compiled."""
 
         @contextlib.contextmanager
         def busy(what: str) -> Iterator[None]:
@@ -217,7 +218,7 @@ class OwnEngine:
         mesh = self._processes.local_mesh
         with jax.set_mesh(mesh):
             if self._engine is None:
-                # No larger than needed: the rest of the memory is the optimizer's.
+                # No larger than needed: the optimizer's state takes the rest of the memory.
                 config = EngineConfig(
                     window_size=self._window,
                     lookup=0,
@@ -232,7 +233,7 @@ class OwnEngine:
             try:
                 yield self._engine
             finally:
-                self._engine.release()  # training needs the room
+                self._engine.release()  # training needs the memory
 
 
 def decode_all(
@@ -242,28 +243,28 @@ def decode_all(
     at: At,
     what: str = "prompts",
 ) -> list[Completion]:
-    """Decodes prompts, of which there may be none, and waits for the last.
+    """Decodes prompts, possibly none, and waits for the last.
 
     Args:
-      at: told how many are done.
-      what: the prompts are called.
+      at: called with how many are done.
+      what: what to call the prompts in these messages.
     """
 
-    def told(finished: int) -> None:
+    def report(finished: int) -> None:
         at(f"{finished} of {len(prompts)} {what} decoded")
 
     requests = [Request(number, prompt, params) for number, prompt in enumerate(prompts)]
-    return engine.decode(requests, told, BURST) if requests else []
+    return engine.decode(requests, report, BURST) if requests else []
 
 
 def can_decode(mesh: Mesh, hidden_size: int) -> bool:
-    """Returns whether each process of a run can cut a copy of the parameters over its own devices;
-    says so where it cannot."""
+    """Returns whether each process of a run can shard a copy of the parameters over its own
+    devices; prints a message if it cannot."""
     devices = mesh_of_processes(mesh).local_mesh.shape["fsdp"]
     if hidden_size % devices:
         say(
-            f"evaluation: takes losses only; hidden_size {hidden_size} is not divisible by "
-            f"the {devices} devices of a process"
+            f"evaluation: computes losses only, because hidden_size {hidden_size} is not divisible "
+            f"by the {devices} devices of a process"
         )
         return False
     return True
@@ -302,11 +303,11 @@ def own_copy(processes: Mesh, tree: Any) -> Any:
 
 
 def drawn_questions(section: EvaluationSection) -> list[Question]:
-    """Reads the questions of a recipe and draws by its seed those that are asked, regime by regime
-    in the order of the file; none where the recipe names no file.
+    """Reads a recipe's questions and draws those to ask with its seed; returns them regime by
+    regime, in the order of the file. Returns none if the recipe names no file.
 
     Raises:
-      InputError: naming the file, the line and the field of what is no question.
+      InputError: a question is malformed; the message names the file, the line and the field.
     """
     if section.questions is None or not section.every:
         return []
@@ -321,20 +322,20 @@ def drawn_questions(section: EvaluationSection) -> list[Question]:
 
 
 class AskedQuestions:
-    """Questions as token ids, and how they are answered.
+    """Asks questions, given as token ids, and scores the answers.
 
     Args:
-      questions: at least one.
+      questions: at least one question.
       codec: text codec of the model.
-      params: how each is answered.
-      room: the most tokens of a prompt and its answer.
+      params: sampling parameters of the answers.
+      room: maximum number of tokens of a prompt and its answer.
 
     Attributes:
-      longest: tokens of the longest prompt and of an answer.
+      longest: maximum number of tokens of a question and its answer.
 
     Raises:
-      InputError: naming the line of a prompt that is empty, has no room, or that the tokenizer
-        refuses.
+      InputError: a prompt is empty, too long, or refused by the tokenizer; the message names its
+        line.
     """
 
     def __init__(
@@ -358,11 +359,11 @@ class AskedQuestions:
         return len(self._questions)
 
     def answer(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
-        """Has every ``every``-th question answered, from number ``first`` on; ``at`` is told how
-        many are.
+        """Answers every ``every``-th question, from number ``first`` on; ``at`` is called with how
+        many are done.
 
         Returns:
-          int64 ``[regimes, fields of Tally]``; the sum of all processes' is that of all questions.
+          int64 ``[regimes, fields of Tally]``; the sum over all processes covers all questions.
         """
         questions = self._questions[first::every]
         results = decode_all(engine, self._prompts[first::every], self._params, at, "questions")
@@ -375,7 +376,7 @@ class AskedQuestions:
         return np.array(counts, np.int64)
 
     def record(self, counts: np.ndarray) -> Record:
-        """Returns the scores for the sum of all processes' `answer`."""
+        """Returns the scores, given the sum of `answer` over all processes."""
         by_regime = [Tally(*row) for row in counts.tolist()]
         whole = Tally(*counts.sum(axis=0).tolist())
         record: Record = {}
@@ -395,11 +396,11 @@ class AskedQuestions:
 def asked_questions(
     config: TrainConfig, questions: Sequence[Question], folder: Path, context: int
 ) -> AskedQuestions | None:
-    """Prepares `drawn_questions` for a recipe's model; None where there are none.
+    """Prepares `drawn_questions` for a recipe's model; returns None if there are none.
 
     Args:
       folder: folder of the tokenizer.
-      context: the model's.
+      context: context length of the model.
 
     Raises:
       InputError: as `AskedQuestions`.

@@ -136,7 +136,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
             with time.spent("compile"):
                 program = settled_here(program)
             run = TrainingRun(program, data, held, files, time, asked)
-            parameters = to_export(run.run(checkpoints, origin))  # the moments are not kept for it
+            parameters = to_export(run.run(checkpoints, origin))  # drops the moments
     except StorageFailure:
         files.abandon()  # the storage may refuse them, too
         raise

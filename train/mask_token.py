@@ -1,12 +1,12 @@
-"""Which token stands for a mask: chosen once, when training starts, and kept in `config.json`.
+"""Chooses the mask token, once, when training starts; `config.json` keeps it.
 
-A mask token must never be a token that texts have: the model reads it as "not known yet". Qwen's
-vocabularies are padded to a round size, so there are rows that no token uses, and the first of them
+A mask token must never occur in texts, because the model reads it as "not known yet". Qwen's
+vocabularies are padded to a round size, so they have rows that no token uses, and the first of them
 is taken. (The published WeDLM checkpoints use 151665, the first such row of Qwen2.5. In Qwen3's
 tokenizer that id is `<tool_response>`.)
 
-Llama's vocabularies and SmolLM's have no such row. There a token is taken that was reserved, and
-that texts do not have.
+The vocabularies of Llama and SmolLM have no such row. For them a reserved token is taken, which
+does not occur in texts.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ DEFAULT_NAME = "<|mask|>"
 RESERVED = (
     r"<\|reserved_special_token_\d+\|>",  # Llama 3
     r"\[control_\d+\]",  # Mistral
-    r"<reponame>",  # of source code: SmolLM, StarCoder
+    r"<reponame>",  # for source code: SmolLM, StarCoder
     r"<file_sep>",
 )
-"""Tokens that vocabularies reserve, or that no conversation has. The first kind that is there is
-taken; of numbered ones the last, since finetuned models use the first ones first."""
+"""Patterns of tokens that vocabularies reserve, or that no conversation contains. The first pattern
+with a match is taken; of numbered tokens the last, since finetuned models use the first ones
+first."""
 
 
 def named_mask_token(folder: Path) -> str | None:
@@ -46,20 +47,19 @@ def choose_mask_token(
 ) -> int:
     """Returns the id of the mask token to train with.
 
-    In this order: the token that is requested; the one that the model was trained with; the
-    tokenizer's own; the first row of the vocabulary that no token uses; a token in `RESERVED`;
-    the unknown token, where the tokenizer falls back to bytes and so never produces it.
+    This is the first of these that exists: the requested token; the one that the model was trained
+    with; the tokenizer's own; the first row of the vocabulary that no token uses; a token in
+    `RESERVED`; the unknown token, if the tokenizer falls back to bytes and so never produces it.
 
     Args:
-      tokenizer: the model's.
-      config: the starting model's; its ``mask_token_id`` is None if it has none yet.
+      tokenizer: the model's tokenizer.
+      config: the starting model's config; its ``mask_token_id`` is None if it has none yet.
       requested: a token's text, or an id as digits.
       own: the mask token that the tokenizer names; by default `<|mask|>`, if there is one.
 
     Raises:
-      InputError: the token is the model's end, a special token with a meaning of its own, a token
-        of ordinary text or none at all; or no row of the vocabulary is unused, and no token in
-        reserve.
+      InputError: the token ends texts, is a special token with another meaning, occurs in ordinary
+        text or does not exist; or there is no unused row of the vocabulary and no reserved token.
     """
     own_id = tokenizer.token_to_id(own or DEFAULT_NAME)
     if requested is not None:
@@ -67,8 +67,8 @@ def choose_mask_token(
         _refuse_meaningful(tokenizer, config, token_id, own_id)
         if is_ordinary(tokenizer, token_id):
             raise InputError(
-                f"mask token {_shown(tokenizer, token_id)}: texts are made of it; expected a token "
-                "that was added to the tokenizer, or an id that no token has"
+                f"mask token {_shown(tokenizer, token_id)}: occurs in ordinary text; expected a "
+                "token that was added to the tokenizer, or an id that no token has"
             )
         return token_id
     if config.mask_token_id is not None:
@@ -84,7 +84,7 @@ def choose_mask_token(
     if free is None:
         raise InputError(
             f"mask token: all {config.vocab_size:,} rows of the vocabulary are used by tokens; "
-            "name an added token that the data does not have as model.mask_token"
+            "set model.mask_token to an added token that does not occur in the data"
         )
     return free
 
@@ -102,7 +102,7 @@ def is_ordinary(tokenizer: Tokenizer, token_id: int) -> bool:
 
 
 def _requested_id(tokenizer: Tokenizer, config: ModelConfig, requested: str) -> int:
-    # Digits are an id: as a text they would be a token of ordinary text, which none may be.
+    # Digits are an id. As text they would be an ordinary token, which cannot be the mask.
     digits = requested.isascii() and requested.isdecimal()
     token_id = int(requested) if digits else tokenizer.token_to_id(requested)
     if token_id is None:
@@ -121,18 +121,18 @@ def _requested_id(tokenizer: Tokenizer, config: ModelConfig, requested: str) -> 
 def _refuse_meaningful(
     tokenizer: Tokenizer, config: ModelConfig, token_id: int, own_id: int | None
 ) -> None:
-    """Refuses a mask token that means something else."""
+    """Refuses a mask token that has another meaning."""
     shown = _shown(tokenizer, token_id)
     if token_id in config.eos_token_ids:
-        raise InputError(f"mask token {shown}: it ends a text (eos_token_id in config.json)")
+        raise InputError(f"mask token {shown}: ends a text (eos_token_id in config.json)")
     added = tokenizer.get_added_tokens_decoder().get(token_id)
     reserved = added is not None and _rank(tokenizer, added.content) is not None
     if added is not None and added.special and token_id != own_id and not reserved:
-        raise InputError(f"mask token {shown}: a special token with a meaning of its own")
+        raise InputError(f"mask token {shown}: is a special token with another meaning")
 
 
 def _rank(tokenizer: Tokenizer, name: str) -> int | None:
-    """Returns the place of a token among those in reserve; None if it is none of them."""
+    """Returns the rank of a token among the reserved ones; None if it is not reserved."""
     for rank, pattern in enumerate(RESERVED):
         if re.fullmatch(pattern, name):
             return rank
@@ -142,7 +142,7 @@ def _rank(tokenizer: Tokenizer, name: str) -> int | None:
 
 
 def _in_reserve(tokenizer: Tokenizer, config: ModelConfig) -> int | None:
-    """Returns the id of the token in reserve that is taken first; None if there is none."""
+    """Returns the id of the best reserved token; None if there is none."""
     taken = {*config.eos_token_ids, config.pad_token_id, config.bos_token_id}
     ranked = [
         (rank, -number)

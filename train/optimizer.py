@@ -75,8 +75,9 @@ def make_optimizer(
     """Returns the optimizer of a recipe, preceded by clipping to a global norm.
 
     Muon orthogonalises the momentum of every matrix of a layer (momentum 0.95, Nesterov), and
-    leaves embeddings, head, norms and biases to AdamW. AdamW's weight decay is of matrices; Muon's
-    only of those that it updates. First moments are computed in float32, however they are stored.
+    leaves embeddings, head, norms and biases to AdamW. AdamW's weight decay applies to matrices,
+    Muon's only to those that it updates. First moments are computed in float32, however they are
+    stored.
 
     Its ``update`` takes the number of the step, from 0, as ``step``, which determines the learning
     rate. The bias correction of the moments counts updates, which are fewer if steps were skipped.

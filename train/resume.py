@@ -1,10 +1,10 @@
-"""Resumes a run from its own states, under a recipe that may have changed since, or branches from a
+"""Resumes a run from its own states, with a recipe that may have changed since, or branches from a
 state of another run (`branch_from`).
 
 Changes of the recipe are reported. A change is harmless if the completed steps would have had the
 same result, apart from rounding: how often the run saves, on how many devices it runs, what it does
 from a later step on. All other changes are refused without ``--allow-changed``, because the states
-would come from one recipe and later steps from another.
+would come from one recipe and the later steps from another.
 
 `RowOrder` determines which rows a step reads. States do not record the rows on which they were
 trained, so the run records the order in `order.json`.
@@ -93,8 +93,7 @@ def origin_of(config: TrainConfig) -> Origin | None:
         raise InputError(f"branch_from: {run} has no whole state of a training run")
     if step is None:
         raise InputError(
-            f"branch_from: {text} names no step, as {run}@{states[-1]} does; its states are "
-            f"{listed}"
+            f"branch_from: {text} names no step, unlike {run}@{states[-1]}; its states are {listed}"
         )
     if step not in states:
         raise InputError(f"branch_from: {run} has no whole state {step}; its states are {listed}")
@@ -196,10 +195,10 @@ BY_RATE = re.compile(
 """Fields of the learning rate, harmless if it is the same at every completed step."""
 
 REMARKS = {
-    "branch_from": "; the run goes on from its own states and does not read it",
+    "branch_from": "; the run continues from its own states and does not read it",
     **dict.fromkeys(
         ("model.init_from", "drafter.init_from"),
-        "; the run goes on from its states and does not read it",
+        "; the run continues from its states and does not read it",
     ),
 }
 """Remarks on changed fields whose names do not explain the effect."""
@@ -347,8 +346,8 @@ def _begin_or_resume(
         if refused and not allowed:
             begun = f"branch_from: {origin} began" if origin else f"{output}: this run began"
             raise InputError(
-                f"{begun} with another recipe: {'; '.join(refused)}; {ALLOW} goes on with this one "
-                f"from step {done}" + ("" if origin else ", and another output starts over")
+                f"{begun} with another recipe: {'; '.join(refused)}; {ALLOW} continues with this "
+                f"one from step {done}" + ("" if origin else ", and another output starts over")
             )
         if done >= config.steps:
             say(
@@ -365,7 +364,7 @@ def _begin_or_resume(
 
 
 def _saved_order(path: Path) -> RowOrder:
-    """Reads the order that a run has saved beside its states."""
+    """Reads the order that a run has saved next to its states."""
     try:
         return RowOrder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
@@ -386,7 +385,7 @@ def _changed_fields(config: TrainConfig, run: Path, done: int) -> dict[str, bool
     except Exception as error:
         # YAML parsers have many error types.
         reason = str(error).splitlines()[0]
-        say(f"{path} cannot be read ({reason}): whether the recipe is as before is not known")
+        say(f"{path} cannot be read ({reason}), so changes of the recipe are not known")
         return {}
     now = dataclasses.asdict(config)
     lines, same_rates = {}, None

@@ -1,8 +1,8 @@
 """A run's folder, which all hosts must see and which may be in a bucket, and its growing files.
 
 Objects in a bucket cannot be appended to. So logs are written on this machine and copied to the
-bucket as a whole, before every checkpoint and at the end. After it was killed, a run finds there
-what it had logged up to the state from which it resumes; later lines would be discarded anyway.
+bucket as a whole, before every checkpoint and at the end. A run that was killed finds there what it
+had logged up to the state from which it resumes; later lines would be discarded anyway.
 """
 
 from __future__ import annotations

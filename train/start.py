@@ -1,4 +1,4 @@
-"""What a run starts from: tokenizer, architecture, state, and held-out rows."""
+"""Loads what a run starts from: tokenizer, architecture, state, and held-out rows."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def _architecture(
 
 
 def with_turn_ends(config: TrainConfig, model: ModelConfig) -> ModelConfig:
-    """Returns an architecture whose texts also end with a turn, if the recipe trains on
-    conversations: a base checkpoint knows only the end of a document, so its answers would not
-    stop."""
+    """Returns the architecture, with the tokens that end turns added to those that end texts if the
+    recipe trains on conversations: a base checkpoint knows only the end of a document, so its
+    answers would not stop."""
     names = [name for phase in phases_of(config) for name in phase.config.data.sources]
     ends: list[int] = []
     for name in dict.fromkeys(names):
@@ -139,7 +139,7 @@ def with_turn_ends(config: TrainConfig, model: ModelConfig) -> ModelConfig:
     if not ends:
         return model
     listed = ", ".join(map(str, ends))
-    say(f"turns end with the token {listed}, so the model's texts will end with it, too")
+    say(f"turns end with token {listed}, so the model's texts will also end with it")
     return dataclasses.replace(model, eos_token_ids=(*ends, *model.eos_token_ids))
 
 
@@ -203,15 +203,15 @@ def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path)
     for field in dataclasses.fields(model):
         ours, theirs = getattr(model, field.name), getattr(found, field.name)
         if ours != theirs:
-            say(f"model.architecture: {field.name} is {ours} by the recipe, {theirs} in {folder}")
+            say(f"model.architecture: {field.name} is {ours} in the recipe, {theirs} in {folder}")
     return model
 
 
 def check_paths(config: TrainConfig) -> None:
-    """Refuses paths of a recipe that cannot be read or written in their location.
+    """Refuses a recipe's paths if they cannot be read or written where they are.
 
     Raises:
-      InputError: a scheme that is not supported, rows that are in a bucket, no rows, or no model.
+      InputError: a scheme that is not supported, rows in a bucket, no rows, or no model.
     """
     begun = (as_path(config.output) / RUN_MODEL / "config.json").exists()
     branches = config.branch_from is not None
@@ -251,9 +251,8 @@ def check_start(config: TrainConfig, *, before: Path | None = None) -> None:
             is_own = before == as_path(config.output)
             run = "this run" if is_own else before
             raise InputError(
-                f"lora: {run} began with {_described(was)}, the recipe has {_described(now)}; give "
-                "that a folder of its own"
-                + (f" instead of {before}" if is_own else " without branch_from")
+                f"lora: {run} began with {_described(was)}, the recipe has {_described(now)}; "
+                + (f"use another output than {before}" if is_own else "leave branch_from out")
             )
         if now is not None:
             check_tensors(open_checkpoint(before / RUN_BASE))
@@ -266,7 +265,7 @@ def check_start(config: TrainConfig, *, before: Path | None = None) -> None:
 
 
 def _check_drafter(config: TrainConfig, base: Checkpoint) -> None:
-    """Refuses ``drafter.init_from`` where its adapters are not those of the recipe."""
+    """Refuses ``drafter.init_from`` if its adapters are not those of the recipe."""
     if config.drafter.init_from is None:
         return
     was = read_drafter_config(as_path(config.drafter.init_from), base)
@@ -283,17 +282,17 @@ def _described(lora: LoraConfig | None) -> str:
         return "no adapters"
     head = f" and a previous-token head of rank {lora.previous_rank}" if lora.previous_rank else ""
     targets = ", ".join(lora.targets)
-    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} beside {targets}{head}"
+    return f"adapters of rank {lora.rank}, alpha {lora.alpha:g} on {targets}{head}"
 
 
 def starting_state(
     program: TrainProgram, checkpoints: Checkpoints, origin: Origin | None = None
 ) -> TrainState:
-    """Restores the state to train from, imports it, or draws it, with the program's shardings.
+    """Restores, imports or draws the state to train from, with the program's shardings.
 
-    A run with states reads only the newest whole one, and the frozen parameters, which it has
-    written to its folder at its start. A state of another run is also written to the run's folder
-    before it is used. All processes call this.
+    A run with states reads only the newest whole one, and the frozen parameters, which it wrote to
+    its folder at its start. A state of another run is also written to the run's folder before it is
+    used. All processes call this.
 
     Args:
       origin: another run's state to begin with, if the run has no states.
@@ -332,7 +331,7 @@ def starting_state(
         return first
     adapters = read_drafter(as_path(drafter), first.parameters)
     layout = jax.tree.map(lambda leaf: leaf.sharding, first.parameters)
-    say(f"the adapters of {drafter} are trained on")
+    say(f"training continues with the adapters of {drafter}")
     return dataclasses.replace(first, parameters=jax.device_put(adapters, layout))
 
 
@@ -343,7 +342,7 @@ def held_out_rows(
     evaluation's seed. The first rows would not be representative, since packing begins with the
     longest texts."""
     section = config.evaluation
-    assert section.source is not None, "`check_paths` has looked"
+    assert section.source is not None, "checked by `check_paths`"
     rows = open_folder(section.source, config, tokenizer, pad_token_id)
     drawn = np.random.default_rng(section.seed).permutation(len(rows))[: section.rows]
     picked = [rows[i] for i in drawn]

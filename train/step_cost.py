@@ -29,7 +29,7 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
-"""Published bfloat16 FLOP/s without sparsity, by the beginning of a device's kind."""
+"""Published bfloat16 FLOP/s without sparsity, by prefix of the device's kind."""
 # Products over each visible tile: scores and values; in the backward pass the scores again, and the
 # gradients of values, weights, queries and keys.
 _FORWARD, _BACKWARD = 2, 5
@@ -109,7 +109,7 @@ def _row_products(config: TrainConfig, model: ModelConfig, again: int = 0) -> fl
     others = 0
     if config.objective == "drafter":  # logits of the mask and of its teacher, and one gradient
         head = 3 * config.prediction_length
-        # Of the previous-token head's three matrices one has no gradient by its input.
+        # One of the previous-token head's three matrices needs no gradient of its input.
         unit = (3 + 3 + 2) * model.hidden_size
         others = config.prediction_length * config.drafter.previous_rank * unit
     return 2 * (layers + head * _head_parameters(model) + others)

@@ -201,7 +201,7 @@ def test_a_row_that_needs_more_is_refused_by_name():
         (0, 3, 16, 4),  # 32 + 3 * 4 tokens are no multiple of 16
         (0, 5, 64, 8),
         (9, 3, 1, "must be at most 8, the blocks of a row of 32 tokens, not 9"),
-        (2, 3, 1, "prediction_blocks 2: a row of the data has 3 blocks .*; 0 makes room"),
+        (2, 3, 1, "prediction_blocks is 2, but a row of the data has 3 blocks .*; 0 makes room"),
     ],
 )
 def test_the_room_is_what_is_needed_and_what_the_mesh_divides(given, needed, sequence, chosen):
@@ -352,7 +352,7 @@ def test_a_cpu_begins_with_the_program_that_will_run(cache, capacity, programs):
 
 
 def test_a_device_of_unknown_memory_needs_a_name():
-    with pytest.raises(InputError, match="TPU v5 does not say how much memory it has"):
+    with pytest.raises(InputError, match="TPU v5 does not report how much memory it has"):
         settled(TrainConfig(), TINY, tpus(), None, Compiler().peak)
 
 

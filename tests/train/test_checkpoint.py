@@ -96,11 +96,11 @@ def test_what_is_kept_is_said(tmp_path):
         checkpoints.close()
         return checkpoints.kept(200)
 
-    newest = "a state every 200 steps, of which the newest 2 stay"
+    newest = "a state every 200 steps; the newest 2 are kept"
     assert said(0) == newest
-    assert said(1000) == f"{newest}, and for good those at multiples of 1,000"
+    assert said(1000) == f"{newest}, and all at multiples of 1,000"
     assert said(500) == (
-        f"{newest}, and for good those at multiples of 1,000: keep_every=500 is no multiple of "
+        f"{newest}, and all at multiples of 1,000: keep_every=500 is not a multiple of "
         "checkpoint_every"
     )
 
@@ -120,7 +120,7 @@ def test_a_state_of_something_else_is_refused(tmp_path, shape, dtype, moments, s
     parameters = {"kernel": jnp.zeros(shape, dtype), "half": jnp.zeros(7, jnp.bfloat16)}
     other = TrainState(jnp.int32(0), parameters, (jnp.zeros(3),) * moments)
     checkpoints = Checkpoints(tmp_path, 5)
-    with pytest.raises(InputError, match=f"{tmp_path}/2/.*{said}.* a folder of its own$"):
+    with pytest.raises(InputError, match=f"{tmp_path}/2/.*{said}.* use another output$"):
         checkpoints.restore(other)
     checkpoints.close()
     assert numbers(tmp_path) == [2]

@@ -150,10 +150,10 @@ def test_the_report_says_memory_collectives_and_time():
     assert "2.00 GiB to its slice, 1.00 GiB to others" in text
     assert "shortest step        2.000 s, by compute" in text
     assert "2,048 tokens/s, 75%" in text
-    assert "assumed of the best  products at the chip's bfloat16 peak" in text
+    assert "at best assumes      products at the chip's bfloat16 peak" in text
     assert "as loss.remat: gate says" in text
     assert "attention 10%" in text
-    assert "1.50 times the pairs that are seen with 1 in a row, 11.25 times" in text
+    assert "1.50 times the visible pairs with 1 sample per row, 11.25 times" in text
     assert "expected             3.500 s, 1,170 tokens/s" in text
     assert "products at 0.6 of the peak and attention's at 0.4" in text
     assert "xla_of_this_chip=true" in text

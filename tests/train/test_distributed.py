@@ -1,4 +1,4 @@
-"""Several processes in one run; hosts that are not given the same, or of which one fails alone."""
+"""Several processes in one run; hosts that differ, or of which one fails alone."""
 
 import dataclasses
 import importlib.metadata
@@ -144,7 +144,7 @@ def test_hosts_with_other_recipes_versions_or_data_are_all_told(tmp_path):
     )
     assert statuses == [2, 2], told
     sentence = (
-        "wedlm train: the 2 hosts of this run are not given the same: "
+        "wedlm train: the 2 hosts of this run differ: "
         "optimizer.learning_rate is 0.01 on host 0 and 0.02 on host 1; "
         f"jaxlib is {version('jaxlib')} on host 0 and 0.0.1 on host 1; "
         f"what rows holds is {content[0]} on host 0 and {content[1]} on host 1"
@@ -311,7 +311,7 @@ def test_a_difference_names_the_hosts_and_their_values():
     others = [{}, {"seed": "2"}, {}, {"seed": "2", "jax": "0.10.1"}, {}]
     others += [{"jax": "0.10.1"} for _ in range(5)]
     assert differences(first, others) == (
-        "the 10 hosts of this run are not given the same: seed is 1 on hosts 0, 2, 4, 5 and 4 more "
+        "the 10 hosts of this run differ: seed is 1 on hosts 0, 2, 4, 5 and 4 more "
         "and 2 on hosts 1, 3; jax is 0.10.2 on hosts 0, 1, 2, 4 and 0.10.1 on hosts 3, 5, 6, 7 "
         "and 2 more"
     )
@@ -322,7 +322,7 @@ def test_what_a_run_starts_from_is_told_by_its_content(tmp_path):
     config = tiny_recipe(tmp_path / "run", None)
     config.model.init_from = str(tmp_path)
     found = agreement._start(config, [])
-    assert agreement._start(config, [2]) == "not asked"
+    assert agreement._start(config, [2]) == "not checked"
     for place in (0, 150_000, 299_999):
         content = bytearray(300_000)
         content[place] = 1

@@ -244,7 +244,7 @@ def test_where_no_prompts_are_decoded_it_is_told(capsys):
     assert can_decode(mesh, 64)
     assert capsys.readouterr().out == ""
     assert not can_decode(mesh, 60)
-    assert "losses only; hidden_size 60 is not divisible by the 8" in capsys.readouterr().out
+    assert "losses only, because hidden_size 60 is not divisible by" in capsys.readouterr().out
 
 
 def test_a_prompt_is_what_stands_before_the_first_trainable_token():

@@ -189,7 +189,7 @@ def test_sigterm_ends_the_command_with_its_own_status(tokenizer_folder, tmp_path
     child.join(LIMIT_S)
     said = (tmp_path / "said.txt").read_text()
     assert child.exitcode == TERMINATED, said
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 
@@ -218,7 +218,7 @@ def test_a_run_ends_and_says_where_it_goes_on(tokenizer_folder, tmp_path):
     status, said = interrupted(tmp_path, "step", "train", "--config", str(recipe))
     assert status == 130, said
     assert said.splitlines()[-1] == (
-        "wedlm train: interrupted while compiling; the same command goes on from the newest state, "
-        "or starts over if there is none"
+        "wedlm train: interrupted while compiling; the same command continues from the newest "
+        "state, or starts over if there is none"
     )
     assert not list((tmp_path / "run").glob("checkpoints/*"))

@@ -34,7 +34,7 @@ QWEN = dataclasses.replace(
 )
 WEDLM = {"model_type": "wedlm", "mask_token_id": 259}
 FULL = {"vocab_size": 262}
-OWN_MEANING = "a special token with a meaning of its own"
+OWN_MEANING = "is a special token with another meaning"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ OWN_MEANING = "a special token with a meaning of its own"
         ({}, "<|im_start|>", OWN_MEANING),
         ({}, "<|vision_pad|>", OWN_MEANING),
         (WEDLM | {"mask_token_id": 1}, None, OWN_MEANING),
-        ({}, "x", "texts are made of it"),
+        ({}, "x", "occurs in ordinary text"),
         ({}, "<mask>", "the tokenizer has no such token"),
         ({}, "320", "outside the model's vocabulary of 320"),
         ({}, "-1", "the tokenizer has no such token"),

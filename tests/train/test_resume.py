@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
         run_training(other)
     assert str(refused.value) == (
         f"{tmp_path}: this run began with another recipe: optimizer.learning_rate was 0.01, is "
-        "0.02; --allow-changed goes on with this one from step 2, and another output starts over"
+        "0.02; --allow-changed continues with this one from step 2, and another output starts over"
     )
     assert load_config(tmp_path / "config.yaml").optimizer.learning_rate == 0.01
     run_training(other, allow_changed=True)
@@ -226,7 +226,7 @@ def test_files_of_a_run_that_cannot_be_read_are_told(tokenizer_folder, tmp_path,
     begin(config)
     told = capsys.readouterr().out
     assert f"{tmp_path / 'config.yaml'} cannot be read (" in told
-    assert "): whether the recipe is as before is not known\n" in told
+    assert "), so changes of the recipe are not known\n" in told
     assert "not as before" not in told
     (tmp_path / "order.json").write_text("{")
     with pytest.raises(InputError, match=r"order\.json: cannot be read"):

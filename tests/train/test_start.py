@@ -49,7 +49,7 @@ def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(described, cap
     model = recipe_model(recipe(described, eos_token_id=7, rope_theta=5e5))
     assert (model.eos_token_ids, model.rope.theta) == ((7,), 5e5)
     said = capsys.readouterr().out
-    assert "model.architecture: eos_token_ids is (7,) by the recipe, " in said
+    assert "model.architecture: eos_token_ids is (7,) in the recipe, " in said
     assert "model.architecture: rope is " in said
     with pytest.raises(InputError, match=r"architecture\.hiden_size: .* 'hidden_size'"):
         recipe_model(recipe(described, hiden_size=4))

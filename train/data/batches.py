@@ -1,11 +1,11 @@
-"""Global batches on the mesh, made ahead of the step from the rows that this host holds; the one
-file that knows grain.
+"""Makes global batches on the mesh ahead of the step, from the rows that this host reads; the only
+file that uses grain.
 
-In each phase of a run rows stand in one endless order that the seed, the sources and their weights
-decide. The next phase goes on with each source where this one leaves it, so nothing is read twice
-or left out. Some batches of the order may be skipped (`train.recipe.skipped_batches`). So a batch
-is a function of the recipe and of the step's number alone: it is the same for any number of hosts,
-each of which reads its own rows of it, and a run that resumes needs nothing but its step.
+In each phase of a run the rows have one endless order, determined by the seed, the sources and
+their weights. The next phase continues each source where this one leaves it, so nothing is read
+twice or left out. Some batches of the order may be skipped (`train.recipe.skipped_batches`). So a
+batch depends only on the recipe and on the step's number: it is the same for any number of hosts,
+each of which reads its own rows of it, and a run that resumes needs only its step.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ Shape = tuple[int, int, int]
 
 
 class RowSet(Protocol):
-    """Gives rows by number: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each."""
+    """Returns rows by number: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
 
     def place(self, index: int) -> tuple[str, int]:
-        """Finds the file that holds row ``index``, and its number there, from 0."""
+        """Returns the file with row ``index``, and the row's number there, from 0."""
 
 
 RowSets = Sequence[tuple[RowSet, float]]
-"""Packed rows, and the share that each set has of a batch."""
+"""Sets of packed rows, and the share that each has of a batch."""
 
 
 class Stream(NamedTuple):
-    """The endless sequence of a source's rows, and where a phase goes on with it.
+    """The endless sequence of a source's rows, and where a phase continues it.
 
     Attributes:
-      number: tells the sources of a run apart; with the seed, it decides the sequence.
-      taken: rows that earlier phases take of it.
+      number: number of the source in the run; with the seed, it determines the sequence.
+      taken: number of rows that earlier phases take from it.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Stream(NamedTuple):
 
 
 def streams_of(phases: Sequence[Phase]) -> list[list[Stream]]:
-    """Returns where each phase goes on with its sources, in the order of its recipe."""
+    """Returns where each phase continues its sources, in the order of its recipe."""
     skipped = SkippedBatches.of(phases[0].config.data.skip)
     numbers: dict[str, int] = {}
     taken: dict[str, int] = collections.defaultdict(int)
@@ -99,8 +99,8 @@ def _taken(weights: Sequence[float], rows: int) -> list[int]:
 def _order(
     seed: int, row_sets: Sequence[tuple[Sized, float]], streams: Sequence[Stream]
 ) -> grain.MapDataset:
-    """Yields all rows of a phase without end: each set reshuffled in every epoch of its own, mixed
-    by weight. An element is the number of a row's set here, and its own in the set."""
+    """Returns the endless order of a phase's rows: each set is reshuffled in every epoch, and the
+    sets are mixed by weight. An element is the number of a set and of a row in it."""
     orders = []
     for number, ((row_set, _), stream) in enumerate(zip(row_sets, streams, strict=True)):
         order = grain.MapDataset.range(len(row_set)).seed(seed + stream.number).shuffle().repeat()
@@ -116,7 +116,7 @@ def _of_set(number: int, row: int) -> tuple[int, int]:
 
 
 class _Part(NamedTuple):
-    """A phase, its sets of rows, where it goes on with them, and their order."""
+    """A phase, its sets of rows, where it continues them, and their order."""
 
     phase: Phase
     sets: list[RowSet]
@@ -127,8 +127,8 @@ class _Part(NamedTuple):
 class StepRows:
     """The rows that the steps of a run read, and where they are stored.
 
-    If the run has several sources, each row tells its own, as bool ``[S]``; if blocks are left out
-    of the prediction stream, each has the places of those that are there, ``[P]``.
+    If the run has several sources, each row names its own, as bool ``[S]``; if blocks are left out
+    of the prediction stream, each row has the places of the others, ``[P]``.
 
     Args:
       phases: phases of the recipe.
@@ -152,11 +152,12 @@ class StepRows:
         return self._part(step).phase.batch_shape[:3]
 
     def read(self, step: int, rows: Sequence[int]) -> HostBatch:
-        """Reads those of the R rows of a step, ascending: arrays ``[A, len(rows), ...]``, each with
-        the last axis that it has in a row.
+        """Reads these of the R rows of a step, which are given in ascending order: arrays
+        ``[A, len(rows), ...]``, each with the last axis that it has in a row.
 
         Raises:
-          InputError: naming a row that cannot be read, or needs more blocks than there is room for.
+          InputError: a row cannot be read, or needs more blocks than there is room for; the message
+            names it.
         """
         picked = [self._row(step, *number) for number in self._numbers(step, rows)]
         leading = (self.shape(step)[0], len(rows))
@@ -166,8 +167,8 @@ class StepRows:
         }
 
     def places(self, step: int, rows: Sequence[int]) -> list[tuple[str, int]]:
-        """Finds these rows of all micro-batches of a step, which are not read: the file and the
-        number there."""
+        """Returns where these rows of all micro-batches of a step are stored, without reading them:
+        the file and the number there."""
         sets = self._part(step).sets
         return [sets[number].place(index) for number, index in self._numbers(step, rows)]
 
@@ -175,10 +176,10 @@ class StepRows:
         return next(part for part in self._parts if step < part.phase.stop)
 
     def _numbers(self, step: int, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns set and number of the rows of a step, ``[A * len(rows)]``."""
+        """Returns the set and the number of each of these rows of a step, ``[A * len(rows)]``."""
         part = self._part(step)
         accumulation, batch_rows, _ = self.shape(step)
-        # Steps are counted from 0 here, so that the batch of step s is the s + 1st of the run.
+        # Steps are counted from 0 here, so the batch of step s is the s + 1st of the run.
         batch = self._skipped.between(part.phase.first, step + 1) - 1
         turns = range(batch * accumulation, (batch + 1) * accumulation)
         return [part.order[turn * batch_rows + row] for turn in turns for row in rows]
@@ -196,7 +197,7 @@ class StepRows:
             except ValueError as error:
                 file, place = part.sets[number].place(index)
                 raise InputError(
-                    f"{file}: row {place}: {error}, as prediction_blocks has"
+                    f"{file}: row {place}: {error}, the value of prediction_blocks"
                 ) from None
             row = row | {"prediction_blocks": places}
         return row
@@ -220,19 +221,19 @@ class _HostSteps:
 
 
 class TrainBatches:
-    """Yields the global `PackedRows` of a run's steps in order, and says where batches are skipped.
+    """Yields the global `PackedRows` of a run's steps in order; prints where batches are skipped.
 
-    Every host reads only the rows that its devices hold. Threads, or worker processes with whole
-    steps by turns, read ahead, and one thread places what they read on the devices.
+    Every host reads only the rows that its devices hold. Threads read ahead, or worker processes,
+    which take turns with whole steps; one thread places what they read on the devices.
 
     Args:
       phases: phases of the recipe, which also says how to read ahead.
       data: the rows of each phase, in the order of its sources.
-      sharding: sharding of the arrays ``[A, R, L]``, whose sizes the phases may change.
+      sharding: sharding of the arrays ``[A, R, L]``, whose sizes may differ between phases.
       start: the first step.
 
     Raises:
-      InputError: while iterating, a shard that cannot be read.
+      InputError: while iterating, a shard cannot be read.
     """
 
     def __init__(
@@ -271,10 +272,10 @@ class TrainBatches:
         return rows
 
     def read_from(self, step: int) -> list[dict[str, list[int]]]:
-        """Returns where the rows of a step's global batch are stored: of each process of the run,
+        """Returns where the rows of a step's global batch are stored: for each process of the run,
         the files that it reads, and the numbers of its rows in each, from 0.
 
-        Nothing is read, and no process has to ask another.
+        Nothing is read, and processes do not communicate.
         """
         owners: dict[int, list[Any]] = collections.defaultdict(list)
         for device in list[Any](self._sharding.device_set):
@@ -300,11 +301,11 @@ class TrainBatches:
 
 
 def _read_ahead(steps: grain.MapDataset, workers: int, prefetch: int) -> grain.IterDataset:
-    """Reads steps before they are asked for, in so many processes, or in threads of this one."""
+    """Reads steps before they are requested, in ``workers`` processes or in threads of this one."""
     if not workers:
         options = grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch)
         return steps.to_iter_dataset(options)
-    # Grain asks absl for a flag of its own; a program that is no absl app has parsed none.
+    # Grain reads a flag of its own from absl; a program that is not an absl app has parsed none.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
     one = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
@@ -317,12 +318,12 @@ def _read_ahead(steps: grain.MapDataset, workers: int, prefetch: int) -> grain.I
 def host_rows(
     sharding: Sharding, shape: Shape, devices: Collection[jax.Device] | None = None
 ) -> list[int]:
-    """Finds which of the R rows of an array ``[A, R, L]`` are on these devices, ascending.
+    """Returns which of the R rows of an array ``[A, R, L]`` are on these devices, ascending.
 
     Args:
       sharding: sharding of the array.
       shape: (A, R, L).
-      devices: default: those of this host.
+      devices: devices; by default those of this host.
     """
     indices = sharding.devices_indices_map(shape)
     devices = sharding.addressable_devices if devices is None else devices
@@ -332,13 +333,13 @@ def host_rows(
 def place_rows(
     local: HostBatch, rows: Sequence[int], shape: Shape, sharding: Sharding
 ) -> PackedRows:
-    """Makes the global batch of which this host has ``rows``.
+    """Makes the global batch, of which this host has ``rows``.
 
     Args:
-      local: arrays ``[A, len(rows), ...]``: ``[..., L]``, ``[..., P]`` of prediction blocks,
-        ``[..., S]`` of the rows' sources.
+      local: arrays ``[A, len(rows), ...]``: ``[..., L]``, ``[..., P]`` for prediction blocks,
+        ``[..., S]`` for the rows' sources.
       rows: which of the R rows these are, ascending.
-      shape: (A, R, L), the global one; the last may be another.
+      shape: (A, R, L) of the global arrays, whose last axis may differ.
       sharding: sharding of the global arrays.
     """
     place = {row: number for number, row in enumerate(rows)}

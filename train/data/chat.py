@@ -1,8 +1,8 @@
-"""Conversations as samples: read from a record, put through the chat template, the assistant's
-turns marked.
+"""Turns conversations into samples: reads them from a record, renders them with the chat template,
+and marks the assistant's turns.
 
-A turn that is trained on begins where the template, asked for the assistant's turn, stops: so
-it is what the model will have to write after a prompt. It ends with the special token that the
+A turn that is trained on begins where the template stops when asked for the assistant's turn, so it
+is what the model will have to write after a prompt. It ends with the special token that the
 template puts after the turn's content.
 """
 
@@ -24,7 +24,7 @@ from wedlm_jax.packing import TokenisedSample
 from wedlm_jax.typed_tokens import MARK
 
 BESIDE = ("system", "tools", "chat_template_kwargs")
-"""Keys beside ``messages`` or ``conversations`` that change the text."""
+"""Keys that change the text, in addition to ``messages`` or ``conversations``."""
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -39,18 +39,18 @@ SHAREGPT_KEYS = ("from", "value", "weight")
 
 
 class Wrong(Exception):
-    """The reason and detail for which a record is left out, where file and line are not
+    """Raised with the reason and detail for leaving out a record, where file and line are not
     known."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Input of a chat template.
+    """The input of a chat template.
 
     Attributes:
-      messages: with ``role`` and ``content``, which are texts, and whatever else they have.
-      variables: variables of the template, ``tools`` and a record's ``chat_template_kwargs``.
-      unread: keys of turns that nothing reads.
+      messages: messages with ``role`` and ``content``, which are texts, and any other keys.
+      variables: variables of the template: ``tools`` and a record's ``chat_template_kwargs``.
+      unread: keys of turns that are not read.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -62,10 +62,10 @@ class Conversation:
         """Reads a record.
 
         Args:
-          key: "messages" or "conversations", which it has.
+          key: the record's key, "messages" or "conversations".
 
         Raises:
-          Wrong: it is malformed.
+          Wrong: the record is malformed.
         """
         unread: list[str] = []
         turns = record[key]
@@ -80,7 +80,7 @@ class Conversation:
 
 
 def _checked(given: Any) -> list[dict[str, Any]]:
-    """Returns messages as the template takes them, without the weights of some programs."""
+    """Returns messages as the template takes them, without the weights that some programs add."""
     for number, one in enumerate(given if isinstance(given, list) else []):
         role = one.get("role", "user") if isinstance(one, dict) else "user"
         if isinstance(role, str) and role not in ROLES:
@@ -90,14 +90,14 @@ def _checked(given: Any) -> list[dict[str, Any]]:
         messages = checked_messages(given)
     for number, message in enumerate(messages):
         if (weight := message.pop("weight", 1)) != 1:
-            # Trained on all the same, the turn would teach what it was marked not to.
+            # Training on the turn anyway would teach what it was marked not to.
             raise Wrong("not supported", f"'weight' {weight!r} of messages[{number}]; expected 1")
     return messages
 
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """Turns an `InputError` into the reason for which a record is left out."""
+    """Turns an `InputError` into the reason for leaving out a record."""
     try:
         yield
     except NotTaken as error:
@@ -107,18 +107,18 @@ def _named() -> Iterator[None]:
 
 
 PAIRS = {"prompt": ("completion",), "instruction": ("output", "input")}
-"""Keys of a prompt, and those beside it: of its completion, and of what else belongs to it."""
+"""Keys of a prompt, each with the key of its completion and those of what else belongs to it."""
 
 
 def pair_of(record: Mapping[str, Any], key: str) -> tuple[str, str]:
-    """Returns the prompt of a record, and the completion that is to follow it.
+    """Returns the prompt and the completion of a record.
 
     Args:
-      key: the key of `PAIRS` that it has. An ``instruction`` may have an ``input``, which follows
-        it after an empty line.
+      key: the record's key in `PAIRS`. An ``instruction`` may have an ``input``, which follows it
+        after an empty line.
 
     Raises:
-      Wrong: it is malformed.
+      Wrong: the record is malformed.
     """
     completion, *further = PAIRS[key]
     texts = [whole_text(record[key], key)]
@@ -129,8 +129,8 @@ def pair_of(record: Mapping[str, Any], key: str) -> tuple[str, str]:
 
 
 def _from_sharegpt(turns: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """Converts ``[{"from": ..., "value": ...}, ...]`` to messages; returns keys of turns that are
-    not read, too."""
+    """Converts ``[{"from": ..., "value": ...}, ...]`` to messages; also returns the keys of turns
+    that are not read."""
     if not isinstance(turns, list) or not turns:
         raise Wrong("wrong type", "conversations must be a list of at least one turn")
     messages, unread = [], dict[str, None]()
@@ -160,7 +160,7 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
 
 
 def whole_text(value: Any, name: str, *, empty: bool = False) -> str:
-    """Returns a value that must be a text, and, unless ``empty``, not an empty one."""
+    """Returns a value that must be a text, and a non-empty one unless ``empty``."""
     if not isinstance(value, str):
         raise Wrong("wrong type", f"{name} must be a text")
     if not value and not empty:
@@ -186,13 +186,13 @@ _PROBE = [
 
 
 class ChatFormat:
-    """Joins a chat template and the tokenizer it goes with.
+    """Joins a chat template and its tokenizer.
 
     Args:
       render: the template.
-      tokenizer: gives the ids of the text, and knows which tokens are special.
-      end_tokens: how many more of a turn's end token follow it, trainable.
-      encode_marked: gives the ids of a text in which special tokens are marked as text
+      tokenizer: the tokenizer, which gives the ids of the text and knows the special tokens.
+      end_tokens: number of additional, trainable end tokens after a turn.
+      encode_marked: returns the ids of a text in which special tokens are marked as text
         (`wedlm_jax.typed_tokens`).
 
     Raises:
@@ -230,15 +230,15 @@ class ChatFormat:
     def turns(
         self, messages: Sequence[Message], variables: Variables | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the whole text, and ``[start, stop)`` of each assistant's turn in it, end token
-        included.
+        """Returns the whole text, and ``[start, stop)`` of each assistant's turn in it, including
+        its end token.
 
         Args:
-          variables: further ones of the template, such as ``tools``.
+          variables: further variables of the template, such as ``tools``.
 
         Raises:
           Wrong: the template refuses the messages, writes them in a way that hides the turns, or
-            writes nothing of the tools.
+            leaves out the tools.
         """
         variables = variables or {}
 
@@ -266,17 +266,17 @@ class ChatFormat:
             if not whole.startswith(prompt):
                 raise Wrong(
                     HIDDEN,
-                    "it writes what stands before an assistant's turn differently once the turn "
-                    "is there",
+                    "it writes the text before an assistant's turn differently once the turn is "
+                    "there",
                 )
-            # Whatever else the turn says, the text after it stays as it is.
+            # The text after a turn is the same whatever the turn says.
             varied = render([*messages[:number], _varied(message), *messages[number + 1 :]])
-            behind = _common_ending(whole[len(prompt) :], varied[len(prompt) :])
+            after = _common_ending(whole[len(prompt) :], varied[len(prompt) :])
             if message.get("tool_calls"):
                 # The template closes a call in its own way, perhaps with special tokens.
-                end = self._turn_end.search(whole, len(whole) - behind)
+                end = self._turn_end.search(whole, len(whole) - after)
             else:
-                end = self._end.match(whole, len(whole) - behind)
+                end = self._end.match(whole, len(whole) - after)
             if end is None:
                 raise Wrong(HIDDEN, "it does not end an assistant's turn with a special token")
             spans.append((len(prompt), end.end()))
@@ -286,10 +286,10 @@ class ChatFormat:
         self, whole: str, spans: Sequence[tuple[int, int]], *, train_on_prompt: bool
     ) -> TokenisedSample:
         """Returns the token ids of a conversation, given what `turns` returned; only the
-        assistant's turns are trainable, unless ``train_on_prompt``. What stands after the last
-        trainable token is left out.
+        assistant's turns are trainable, unless ``train_on_prompt``. What follows the last trainable
+        token is left out.
 
-        Turns and what is between them are tokenised apart, as a prompt and its answer are.
+        Turns and the text between them are tokenised separately, as a prompt and its answer are.
         """
         tokens: list[int] = []
         trainable: list[bool] = []
@@ -311,8 +311,8 @@ class ChatFormat:
     def changed(
         self, messages: Sequence[Message], whole: str, spans: Sequence[tuple[int, int]]
     ) -> list[tuple[str, str]]:
-        """Returns the assistant's turns whose text is not their content as it was written, white
-        space around it aside: the content, and the text.
+        """Returns (content, text) of each assistant's turn whose text differs from its content as
+        written, apart from surrounding white space.
 
         Args:
           whole, spans: what `turns` returned for these messages.
@@ -322,7 +322,7 @@ class ChatFormat:
         for message, (start, stop) in zip(own, spans, strict=True):
             written = message["content"].strip()
             became = self._at_end.sub("", whole[start:stop]).strip()
-            # Thoughts and calls that have keys of their own are for the template to write.
+            # The template may write thoughts and calls with separate keys in its own way.
             more = message.get("reasoning_content") or message.get("tool_calls")
             if (written not in became) if more else (written != became):
                 found.append((written, became))
@@ -335,7 +335,7 @@ class ChatFormat:
 
 
 def _varied(message: Message) -> Message:
-    """Returns an assistant's message of which the last that it says is something else: of calls,
+    """Returns an assistant's message that ends differently: in its content or, if it has calls, in
     the arguments of the last one."""
     calls = message.get("tool_calls")
     if not calls:
@@ -357,6 +357,6 @@ def _unlike(content: str) -> str:
 
 
 def _common_ending(one: str, other: str) -> int:
-    """Counts the characters at the end of two texts that are the same."""
+    """Counts the characters that two texts have in common at the end."""
     longest = min(len(one), len(other))
     return next((n for n in range(longest) if one[-1 - n] != other[-1 - n]), longest)

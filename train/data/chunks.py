@@ -1,7 +1,7 @@
-"""Input files as a stream of chunks of records, read with bounded memory, in a fixed order.
+"""Reads input files as a stream of chunks of records, with bounded memory, in a fixed order.
 
-A chunk is small and travels to a worker process, which opens it into records. What cannot be
-read becomes a `Malformed` in its place, so that nothing is dropped without a name.
+A chunk is small and is sent to a worker process, which opens it into records. What cannot be read
+becomes a `Malformed` in its place, so that nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Malformed:
     """Describes a record that is left out, and why.
 
     Attributes:
-      file: as the caller named it.
-      line: its line or row, from 1; 0 is the file as a whole.
-      reason: one of a small set, to count by.
+      file: the file's name, as the caller gave it.
+      line: number of the line or row, from 1; 0 is the file as a whole.
+      reason: one of a small set of reasons, by which records are counted.
       detail: what is particular to this record; may be empty.
     """
 
@@ -78,13 +78,13 @@ class RecordChunk:
     """Some records of one file.
 
     Attributes:
-      file: which.
-      first: row of the first record, from 1, where the file is one of rows.
-      lines: numbers and contents of lines where the file is JSONL; None for one that is too long.
-      count: rows of this chunk there.
+      file: the file.
+      first: number of the first row, from 1, if the file has rows.
+      lines: numbers and contents of lines, if the file is JSONL; None for a line that is too long.
+      count: number of rows in this chunk, if the file has rows.
       unread: columns of a table that are not read.
-      problem: reason and detail, if the file can be read no further than this.
-      bytes_read: bytes read of the file on disk since the chunk before, for a progress bar.
+      problem: reason and detail, if the file cannot be read beyond this chunk.
+      bytes_read: bytes read from the file since the previous chunk, for a progress bar.
     """
 
     file: RecordFile
@@ -97,8 +97,8 @@ class RecordChunk:
 
 
 def find_input(names: Sequence[str]) -> FoundFiles:
-    """Finds what is to be read, in the order of its records: files, in folders too, and folders
-    that `datasets.Dataset.save_to_disk` wrote, which are named themselves.
+    """Finds the input, in the order of its records: files, also those in folders, and folders that
+    `datasets.Dataset.save_to_disk` wrote, which must be named themselves.
 
     Raises:
       InputError: as `wedlm_jax.records.files.find_files`; a folder of several splits, or one for
@@ -132,7 +132,7 @@ def input_size(file: RecordFile) -> int:
 
 
 def chunks(file: RecordFile) -> Iterator[RecordChunk]:
-    """Yields the chunks of one file in order; their sizes do not depend on anything but it."""
+    """Yields the chunks of one file in order; their sizes depend only on the file."""
     reader = {
         JSONL: _line_chunks,
         TEXT: _text_chunks,
@@ -148,13 +148,13 @@ def chunks(file: RecordFile) -> Iterator[RecordChunk]:
         yield from reader(file, size)
     except OSError as error:
         if is_passing(error):
-            # Not malformed: its records would be left out although they are there.
+            # Not treated as malformed, which would leave out records that are there.
             raise file_error(file.shown, "cannot be read", error) from None
         yield RecordChunk(file, problem=("cannot be read", error.strerror or str(error)))
 
 
 def records(chunk: RecordChunk) -> Iterator[tuple[int, dict[str, Any] | str | Malformed]]:
-    """Yields line or row number and content: a JSON object, or the text of a text file."""
+    """Yields line or row numbers and contents: a JSON object, or the text of a text file."""
     file = chunk.file
     if file.kind == JSONL:
         for number, line in chunk.lines:
@@ -165,7 +165,7 @@ def records(chunk: RecordChunk) -> Iterator[tuple[int, dict[str, Any] | str | Ma
         try:
             rows = _rows(chunk)
         except Exception as error:
-            # The libraries have error types of their own, for all that may be damaged.
+            # The libraries have many error types for damaged files.
             detail = error.detail if isinstance(error, NotParquet) else shortened(str(error))
             detail = f"{chunk.count} rows from here on: {detail}"
             yield chunk.first, Malformed(file.shown, chunk.first, "cannot be read", detail)
@@ -223,8 +223,8 @@ def _arrayrecord_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
 
     try:
         reader = ArrayRecordReader(str(file.path))
-        if not reader.ok():  # as of a small file that was cut off, which else has no records
-            raise ValueError("it has no ending")
+        if not reader.ok():  # such as a small file that was cut off, which seems to be empty
+            raise ValueError("its end is missing")
         count = int(reader.num_records())
         reader.close()
     except (OSError, RuntimeError, ValueError) as error:
@@ -238,7 +238,7 @@ def _dataset_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
         table = _dataset(file.path)
         count, unread = len(table), _unread(table.column_names)
     except Exception as error:
-        # The library has error types of its own, for all that may be damaged.
+        # The library has many error types for damaged files.
         yield RecordChunk(file, problem=("not a dataset", shortened(str(error))))
         return
     yield from _row_chunks(file, size, count, unread)

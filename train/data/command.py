@@ -1,4 +1,4 @@
-"""`wedlm tokenize`: text, conversations or token ids into packed rows.
+"""`wedlm tokenize`: turns text, conversations or token ids into packed rows.
 
 Tested by tests/train/data/test_job.py.
 """
@@ -20,41 +20,41 @@ if TYPE_CHECKING:
     from train.data.shards import Manifest
 
 EPILOG = """\
-input, by ending; folders are searched, several may be given:
+input, by file name extension; folders are searched, several may be given:
   .jsonl, .jsonl.gz,  one JSON object per line, with one of
   .jsonl.zst          (zstd: pip install 'wedlm-jax[data]')
                         "text": a document
                         "messages": [{"role": ..., "content": ...}, ...], a conversation
-                        "conversations": [{"from": "human", "value": ...}, ...], one, too
+                        "conversations": [{"from": "human", "value": ...}, ...], also one
                         "prompt" and "completion": texts
-                        "instruction", perhaps "input", and "output": texts, as Alpaca's
-                        "token_ids": [...], and perhaps "trainable": [true, ...] of its length
+                        "instruction", optionally "input", and "output": texts, as in Alpaca
+                        "token_ids": [...], optionally "trainable": [true, ...] as long
                         "prompt_token_ids" and "token_ids", as `wedlm generate` writes them with
                         --prompt-token-ids (--format completions): the prompt is not trained on
-                      and, with a conversation or a pair of texts, perhaps
+                      and optionally, with a conversation or a pair of texts,
                         "system": its system message
                         "tools": [{...}, ...] and "chat_template_kwargs": {...}, for the template
   .txt                one document
-  .parquet            columns of these names (pip install 'wedlm-jax[data]')
-  .arrayrecord        a JSON object, as above, a record
-  a folder            that datasets.Dataset.save_to_disk wrote, named itself; columns of
+  .parquet            columns with these names (pip install 'wedlm-jax[data]')
+  .arrayrecord        one JSON object, as above, per record
+  a folder            written by datasets.Dataset.save_to_disk and named itself; columns with
                       these names (pip install 'wedlm-jax[datasets]')
 
-A document is trained on whole, with an end-of-text token after it; what is longer than a
-row is cut into rows. Of a conversation, put through the tokenizer's chat template, the
-assistant's turns are trained on, their end token included; one that is longer than a row is
-left out. Special tokens that messages spell are text, as they are when the model is used. A
-prompt with its completion becomes a user's and an assistant's turn, or, where the tokenizer
-has no chat template, one text, of which the completion and an end-of-text token are trained
-on. token_ids without trainable are a document, with it a finished sample.
+A document is trained on as a whole, followed by an end-of-text token; one that is longer than a
+row is cut into rows. A conversation is rendered with the tokenizer's chat template, and its
+assistant's turns, including their end token, are trained on; one that is longer than a row is
+left out. Special tokens written in messages are text, as they are when the model is used. A
+prompt with its completion becomes a user's and an assistant's turn or, if the tokenizer has no
+chat template, one text, of which the completion and an end-of-text token are trained on.
+token_ids without trainable are a document, with it a finished sample.
 
-A job that was killed goes on where the same command finds it: input is cut into parts of
-about 1 GiB of whole files, and a part that is made is not made again. --num-hosts shares them
-out to hosts that see the same files.
+To resume a job that was killed, run the same command again: the input is cut into parts of about
+1 GiB of whole files, and finished parts are not made again. --num-hosts distributes the parts
+over hosts that see the same files.
 
-Nothing is dropped in silence: DIR/malformed.jsonl names each record that was left out, and
-why; DIR/dataset.json has the counts, of keys that are not read, too. The output is the same for
-any number of workers and hosts.
+Nothing is dropped silently: DIR/malformed.jsonl names each record that was left out, and why;
+DIR/dataset.json has the counts, also of keys that are not read. The output is the same for any
+number of workers and hosts.
 
 examples:
   wedlm tokenize --input corpus/ --output data/corpus --tokenizer Qwen3-8B \\
@@ -74,34 +74,34 @@ def parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files and folders to read")
-    add("--output", required=True, metavar="DIR", help="folder to make")
+    add("--output", required=True, metavar="DIR", help="folder to create")
     add("--tokenizer", required=True, metavar="DIR", help="folder of the model's tokenizer.json")
-    add("--row-length", type=int, required=True, metavar="N", help="tokens in a packed row")
+    add("--row-length", type=int, required=True, metavar="N", help="tokens per packed row")
     add(
         "--block-size",
         type=int,
         default=32,
         metavar="B",
-        help="samples begin at multiples of it, as in the recipe [%(default)s]",
+        help="block_size of the recipe; samples begin at multiples of it [%(default)s]",
     )
     add(
         "--format",
         choices=("auto", "text", "chat", "pairs", "tokens", "completions"),
         default="auto",
-        help="what a record is; auto: what its key says [%(default)s]",
+        help="format of the records; auto: by the key that a record has [%(default)s]",
     )
     add(
         "--train-on-prompt",
         action="store_true",
-        help="train on all of a conversation or pair, not on the assistant's turns or the "
-        "completion alone",
+        help="train on all of a conversation or pair, not only on the assistant's turns or the "
+        "completion",
     )
     add(
         "--end-tokens",
         type=int,
         default=0,
         metavar="K",
-        help="further end tokens after each assistant's turn, trained on: teaches what "
+        help="additional end tokens after each assistant's turn, trained on: they teach what "
         "to fill after an end [%(default)s]",
     )
     add(
@@ -112,30 +112,35 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--trust-special-tokens",
         action="store_true",
-        help="special tokens that are spelt in messages are tokens: they can end a turn and begin "
-        "another's [they are text]",
+        help="read special tokens written in messages as tokens, which can end a turn and begin "
+        "another [as text]",
     )
     add(
         "--workers",
         type=int,
         default=0,
         metavar="N",
-        help="processes that read and tokenise; 0: none but this one [%(default)s]",
+        help="worker processes that read and tokenise; 0: only this process [%(default)s]",
     )
     add(
         "--rows-per-shard",
         type=int,
         default=32_768,
         metavar="N",
-        help="rows in a file of the output [%(default)s]",
+        help="rows per output file [%(default)s]",
     )
     add(
         "--num-hosts",
         metavar="N",
-        help="hosts that share the work, each started with the same command; auto: ask what "
-        "launched them",
+        help="number of hosts that share the work, each started with the same command; auto: ask "
+        "the launcher",
     )
-    add("--host-id", type=int, metavar="I", help="which of them this is, from 0 [asks, too]")
+    add(
+        "--host-id",
+        type=int,
+        metavar="I",
+        help="index of this host, from 0 [as the launcher says]",
+    )
     add("--fail-fast", action="store_true", help="stop at the first malformed record")
     return made
 
@@ -178,7 +183,7 @@ def main(arguments: list[str]) -> int:
     with bar:
         made = tokenise(job, show)
     if made is None:
-        print(f"{job.host}: its parts are made; host 0 makes {job.output} when all are")
+        print(f"{job.host}: its parts are done; host 0 makes {job.output} when all are done")
         return 0
     seconds = max(time.monotonic() - started, 1e-9)
     print(
@@ -201,17 +206,15 @@ def main(arguments: list[str]) -> int:
     if made.typed:
         spell = "spells" if made.typed == 1 else "spell"
         print(
-            f"{counted(made.typed, 'record')} {spell} special tokens in messages, which are text; "
-            "--trust-special-tokens makes them tokens"
+            f"{counted(made.typed, 'record')} {spell} special tokens in messages, read as text; "
+            "--trust-special-tokens reads them as tokens"
         )
     if line := _blocks(made):
         print(line)
     if line := _mask_tokens(options.tokenizer, made):
         print(line)
     if made.malformed:
-        print(
-            f"{counted(made.malformed, 'record')} left out, all named in {job.output}/{MALFORMED}:"
-        )
+        print(f"{counted(made.malformed, 'record')} left out, listed in {job.output}/{MALFORMED}:")
         for reason, examples in made.reasons.items():
             count = examples["records"]
             named = ", ".join(examples["first"][:3]) + (" ..." if count > 3 else "")
@@ -220,7 +223,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _blocks(made: Manifest) -> str | None:
-    """Returns how many of a row's blocks a run computes twice, if not all."""
+    """Returns a message about how many of a row's blocks a run computes twice, if not all."""
     count = made.row_length // made.block_size
     most, total = made.most_trainable_blocks, made.trainable_blocks
     if most is None or total is None or most == count:
@@ -232,8 +235,8 @@ def _blocks(made: Manifest) -> str | None:
 
 
 def _mask_tokens(folder: str, made: Manifest) -> str | None:
-    """Returns what is to be said of mask tokens in the text, if the tokenizer's folder is that of a
-    model, which decides its mask token."""
+    """Returns a message if the text has mask tokens, else None. Only checks if the tokenizer's
+    folder is a model's, since the model determines the mask token."""
     from tokenizers import Tokenizer
 
     from train.data.shards import mask_token_in
@@ -248,5 +251,5 @@ def _mask_tokens(folder: str, made: Manifest) -> str | None:
         tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
         token = choose_mask_token(tokenizer, config, own=named_mask_token(path))
     except InputError:
-        return None  # no model to train: its tokenizer may serve another
+        return None  # not a model to train: another may use its tokenizer
     return mask_token_in(made, "input", token)

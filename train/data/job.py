@@ -1,12 +1,12 @@
-"""`wedlm tokenize` without its command line: files into a folder of packed rows.
+"""`wedlm tokenize` without its command line: turns files into a folder of packed rows.
 
-Worker processes read and tokenise chunks; this process packs the samples in the order of the
-input and writes. So the output is the same, byte for byte, for any number of workers.
+Worker processes read and tokenise chunks; this process packs the samples in the order of the input
+and writes them. So the output is the same, byte for byte, for any number of workers.
 
-A job is cut into parts, so that it resumes and hosts can share it. The input alone decides the
-parts: files that follow one another, about `PART_BYTES` together. Each is tokenised and packed by
-itself, in a folder that appears whole, so any host can make any of them at any time, and the end is
-the same. Until then all lie in a hidden folder beside the output.
+A job is cut into parts, so that it can resume and hosts can share it. The parts depend only on the
+input: consecutive files, about `PART_BYTES` together. Each part is tokenised and packed on its own,
+in a folder that appears whole, so any host can make any part at any time with the same result.
+Until the end all parts are in a hidden folder next to the output.
 """
 
 from __future__ import annotations
@@ -63,11 +63,12 @@ PLAN, PART = "plan.json", "part.json"
 POLL_S = 2.0
 
 SORTED_SAMPLES = 1024
-"""So many samples at a time are packed longest first, which fills rows better than their own
-order: 99 % against 96 to 98 % of documents' rows. A run reads rows shuffled, anyway."""
+"""How many samples at a time are packed longest first, which fills rows better than the order of
+the input: 99 % against 96 to 98 % for documents. A run shuffles the rows anyway."""
 
 OPEN_ROWS = 512
-"""Rows that packing keeps open at a time: memory and time against fill."""
+"""The number of rows that packing keeps open at a time: more cost memory and time, and fill rows
+better."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +77,13 @@ class TokeniseOptions:
 
     Attributes:
       inputs: files and folders.
-      output: folder to make; must not exist, or be empty.
+      output: folder to create; it must not exist, or be empty.
       block_size: B; samples begin at multiples of it.
-      samples: what decides the samples, the row length among it.
-      workers: processes that read and tokenise; 0: this one does.
-      fail_fast: stop at the first malformed record.
-      shard_rows: rows in a file of the output.
-      host: which of several hosts, that see the same files, this is.
+      samples: options that determine the samples, including the row length.
+      workers: number of processes that read and tokenise; 0: this process does.
+      fail_fast: whether to stop at the first malformed record.
+      shard_rows: rows per output file.
+      host: which of the hosts that share the job this is; all see the same files.
     """
 
     inputs: tuple[str, ...]
@@ -96,15 +97,17 @@ class TokeniseOptions:
 
 
 Progress = Callable[[int, int, int], None]
-"""Told after each chunk: bytes of the input that are read, of how many, and tokens made."""
+"""Called after each chunk with the bytes of the input read so far, their total, and the number of
+tokens made."""
 
 
 def tokenise(options: TokeniseOptions, progress: Progress) -> Manifest | None:
-    """Makes the folder of packed rows, whole or not at all, and goes on with what an earlier
-    attempt, or another host, has made of it.
+    """Makes the folder of packed rows, whole or not at all, from the parts that earlier attempts or
+    other hosts have made, and those still missing.
 
     Returns:
-      what its `dataset.json` says; None on a host other than the first, which has made its parts.
+      the content of its `dataset.json`; None on hosts other than the first, when their parts are
+      made.
 
     Raises:
       InputError: options that do not fit, an input or tokenizer that cannot be read, no usable
@@ -189,21 +192,21 @@ def _manifest(
 def _plan(
     options: TokeniseOptions, parts: Sequence[Sequence[RecordFile]], fingerprint: str
 ) -> dict[str, Any]:
-    """Returns all that decides what the parts hold."""
+    """Returns everything that determines the content of the parts."""
     return {
         "tokenizer": fingerprint,
         "row_length": options.samples.row_length,
         "block_size": options.block_size,
         "shard_rows": options.shard_rows,
         "made_with": _made_with(options),
-        # A part that an earlier version left has not counted all that is counted now.
+        # Parts of an earlier version do not have all of today's counts.
         "counts": [field.name for field in dataclasses.fields(Counts)],
         "parts": [[[file.shown, input_size(file)] for file in files] for files in parts],
     }
 
 
 def _check_options(options: TokeniseOptions) -> None:
-    """Refuses sizes that do not fit together, and an output that is there already."""
+    """Refuses sizes that do not fit together, and an output that already exists."""
     least = {
         "--row-length": (options.samples.row_length, 1),
         "--block-size": (options.block_size, 1),
@@ -221,7 +224,7 @@ def _check_options(options: TokeniseOptions) -> None:
         )
     output = folder_of_this_machine(options.output, "what is tokenised")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"{output}: is there already; remove it, or name another folder")
+        raise InputError(f"{output}: already exists; remove it, or name another folder")
 
 
 def _samples(
@@ -231,7 +234,7 @@ def _samples(
     named: IO[str],
     note: Callable[..., None],
 ) -> Iterator[TokenisedSample]:
-    """Yields all samples in order, and writes down what is malformed on the way."""
+    """Yields all samples in order; writes malformed records to ``named``."""
     stream = (chunk for file in files for chunk in chunks(file))
     for chunk, result in _results(options, stream):
         for what in result.malformed:
@@ -285,7 +288,7 @@ def _maker(options: SampleOptions) -> SampleMaker:
 
 
 def _make(options: SampleOptions, chunk: RecordChunk) -> ChunkSamples:
-    """Makes samples in a worker process, which makes its tokenizer once."""
+    """Makes samples in a worker process, which loads its tokenizer once."""
     return _maker(options).make(chunk)
 
 
@@ -303,7 +306,7 @@ def _start_worker() -> None:
 
 
 def _made_with(options: TokeniseOptions) -> dict[str, Any]:
-    """Returns the settings that decided the rows; not the folders' names, which may change."""
+    """Returns the settings that determined the rows, without folder names, which may change."""
     settings = dataclasses.asdict(options.samples)
     for name in ("tokenizer", "row_length"):
         del settings[name]
@@ -311,7 +314,7 @@ def _made_with(options: TokeniseOptions) -> dict[str, Any]:
 
 
 def cut_into_parts(files: Sequence[RecordFile]) -> list[list[RecordFile]]:
-    """Cuts files, in their order, into parts of at least `PART_BYTES`, but for the last."""
+    """Cuts files, in order, into parts of at least `PART_BYTES`, except for the last."""
     parts: list[list[RecordFile]] = [[]]
     size = 0
     for file in files:
@@ -324,12 +327,12 @@ def cut_into_parts(files: Sequence[RecordFile]) -> list[list[RecordFile]]:
 
 
 class PartFolders:
-    """Keeps the hidden folder in which the parts of one output lie.
+    """Manages the hidden folder with the parts of one output.
 
     Args:
-      output: the folder to make.
-      plan: all that decides the parts, as JSON has it; hosts and later attempts must have the
-        same one.
+      output: the folder to create.
+      plan: everything that determines the parts, as JSON values; the same for all hosts and
+        attempts.
       count: number of parts.
 
     Raises:
@@ -350,8 +353,8 @@ class PartFolders:
             raise InputError(f"{self.folder / PLAN}: cannot be read ({error})") from None
         if found != plan:
             raise InputError(
-                f"{self.folder}: was begun by a job of other settings or other input; if it is not "
-                "running any more, remove the folder to start over"
+                f"{self.folder}: was begun by a job with other settings or other input; if that "
+                "job is no longer running, remove the folder to start over"
             )
 
     def part(self, number: int) -> Path:
@@ -369,20 +372,20 @@ class PartFolders:
         while missing := self.missing():
             if len(missing) != told:
                 told = len(missing)
-                say(f"{told} of {self._count} parts are not made yet by the other hosts")
+                say(f"waiting for other hosts to make {told} of {self._count} parts")
             time.sleep(POLL_S)
 
     def remove_if_empty(self) -> None:
-        """Leaves nothing where no part was made."""
+        """Removes the folder if no part was made."""
         if len(self.missing()) == self._count:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def finish(self, describe: Callable[[Counts, list[DataShard], str], Manifest]) -> None:
-        """Makes the output of the parts, which are all there. Killed halfway, it can be called
-        again.
+        """Makes the output from the parts, which must all be there. If killed halfway, it can be
+        called again.
 
         Raises:
-          InputError: they have no rows; nothing is left of them.
+          InputError: the parts have no rows; they are removed.
         """
         if not (self.folder / MANIFEST).exists():
             total, shards, content = self._gather()
@@ -426,6 +429,6 @@ def _nothing(counts: Counts) -> str:
     worst, found = max(counts.reasons.items(), key=lambda item: item[1]["records"])
     detail = f" ({found['detail']})" if found["detail"] else ""
     return (
-        f"no record of {counts.records:,} can be used; most often: {worst}, "
+        f"none of {counts.records:,} records can be used; most often: {worst}, "
         f"as in {found['first'][0]}{detail}"
     )

@@ -1,4 +1,4 @@
-"""A chunk of records into samples: documents, conversations, token ids."""
+"""Turns a chunk of records into samples: documents, conversations, token ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KEYS = {
     "token_ids": "tokens",
     "prompt_token_ids": "completions",
 }
-"""Keys that hold a record, and their format."""
+"""Keys that hold a record's content, and the format that each implies."""
 
 BESIDE_OF = {
     "text": (),
@@ -44,27 +44,27 @@ BESIDE_OF = {
     "tokens": ("trainable",),
     "completions": (),
 }
-"""Keys that are read beside a record's own, by format; those of `PAIRS` besides."""
+"""Further keys that are read, by format; for pairs those in `PAIRS`, too."""
 
 END_OF_TEXT = "<|endoftext|>"
 
 SHOWN = 120
-"""Characters shown of a turn that the template changed."""
+"""The number of characters shown of a turn that the template changed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
-    """What decides the samples of a record.
+    """The options that determine the samples of a record.
 
     Attributes:
-      tokenizer: folder.
+      tokenizer: folder of the tokenizer.
       row_length: tokens per packed row; no sample is longer.
-      format: "text", "chat", "pairs", "tokens" or "completions"; or "auto": by the key that a
+      format: "text", "chat", "pairs", "tokens" or "completions"; or "auto", by the key that a
         record has.
       train_on_prompt: whether all of a conversation is trainable.
-      end_tokens: further end tokens after each assistant's turn.
+      end_tokens: number of additional end tokens after each assistant's turn.
       document_end: token after each document; None: the tokenizer's own.
-      trust_special_tokens: whether special tokens that are spelt in messages are tokens, not text.
+      trust_special_tokens: whether special tokens written in messages are tokens, not text.
     """
 
     tokenizer: str
@@ -78,7 +78,7 @@ class SampleOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSamples:
-    """The samples of a chunk, in its order, what was left out, and what was counted of both."""
+    """The samples of a chunk in order, the records that were left out, and counts of both."""
 
     samples: list[TokenisedSample]
     malformed: list[Malformed]
@@ -86,7 +86,7 @@ class ChunkSamples:
 
 
 class SampleMaker:
-    """Makes samples of records. Heavy to make: one a process.
+    """Makes samples from records. Expensive to create: one per process.
 
     Raises:
       InputError: the folder has no tokenizer, or one without what the options need.
@@ -100,7 +100,7 @@ class SampleMaker:
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=True).values()
         self._vocabulary = len(vocabulary)
         ordinary = set(vocabulary) - set(self.tokenizer.get_added_tokens_decoder())
-        self._ordinary = np.zeros(max(ordinary, default=0) + 2, bool)  # the last: ids beyond
+        self._ordinary = np.zeros(max(ordinary, default=0) + 2, bool)  # the last: all higher ids
         self._ordinary[list(ordinary)] = True
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class SampleMaker:
         """Makes the samples of a chunk in its order; documents are tokenised together."""
         made: list[list[TokenisedSample] | str] = []
         malformed: list[Malformed] = []
-        # Of a table only columns with a meaning are read, so that rows do not show the others.
+        # Only known columns of a table are read, so its rows do not show the others.
         unread = dict.fromkeys(chunk.unread, chunk.count)
         self._counts = counts = Counts(unread_keys=unread)
         for line, record in records(chunk):
@@ -171,8 +171,8 @@ class SampleMaker:
         return ChunkSamples(samples, malformed, counts)
 
     def _one(self, record: dict[str, Any] | str, place: str) -> list[TokenisedSample] | str:
-        """Returns samples, or the text of a document, which is tokenised with others; counts keys
-        that are not read."""
+        """Returns samples, or the text of a document, to be tokenised with others; counts keys that
+        are not read."""
         if isinstance(record, str):
             record = {"text": record}
         known = [key for key, kind in KEYS.items() if self.options.format in ("auto", kind)]
@@ -185,13 +185,13 @@ class SampleMaker:
         if len(keys) > 1:
             raise Wrong("several formats", f"{' and '.join(keys)}; choose one with --format")
         key, kind = keys[0], KEYS[keys[0]]
-        # Each would change the sample if it stood beside another key; dropped, it makes the
-        # wrong one.
+        # With another content key, each of these keys would change the sample. Ignoring it would
+        # make a wrong sample.
         there = [other for other in KEYS if _has(record, other)]
         meant = {name for other in there for name in BESIDE_OF[KEYS[other]]}
         for name in (name for names in BESIDE_OF.values() for name in names):
             if name in record and name not in meant:
-                raise Wrong("unused key", f"{name!r} has no meaning beside {key!r}")
+                raise Wrong("unused key", f"{name!r} has no meaning with {key!r}")
         meant |= {name for other in there for name in (other, *PAIRS.get(other, ()))}
         extra = [name for name in record if name not in meant]
         if kind == "text":
@@ -244,9 +244,9 @@ class SampleMaker:
     def _pair(
         self, prompt: str, completion: str, beside: Mapping[str, Any], place: str
     ) -> TokenisedSample:
-        """Returns a prompt, not trained on, and its completion: a user's and an assistant's turn of
-        the chat template, or, where there is none, one text, tokenised apart, with its end token.
-        """
+        """Returns the sample of a prompt, not trained on, and its completion: a user's and an
+        assistant's turn of the chat template or, without a template, their tokens, with an end
+        token."""
         if self._codec.has_chat_template:
             messages = [
                 {"role": "user", "content": prompt},
@@ -315,11 +315,11 @@ class SampleMaker:
 
     def _fitting(self, sample: TokenisedSample) -> TokenisedSample:
         if (size := len(sample.tokens)) > self.options.row_length:
-            raise Wrong("longer than a row", f"{size} tokens of {self.options.row_length}")
+            raise Wrong("longer than a row", f"{size} tokens, over {self.options.row_length}")
         return sample
 
 
 def _has(record: Mapping[str, Any], key: str) -> bool:
-    """Returns whether a record holds what a key says: a prompt alone, as beside messages, is not a
-    pair."""
+    """Returns whether a record has the content that a key stands for: a prompt without a
+    completion, such as one next to messages, is not a pair."""
     return key in record and (key not in PAIRS or PAIRS[key][0] in record)

@@ -1,9 +1,9 @@
-"""Folders of packed rows: what is in one, how its rows are written and read, and `wedlm rows`.
+"""Folders of packed rows: what they contain, how rows are written and read, and `wedlm rows`.
 
-`dataset.json` says what a folder holds and how it was made. The rows are in ArrayRecord shards,
+`dataset.json` says what a folder contains and how it was made. The rows are in ArrayRecord shards,
 such as ``rows-00000-of-00008.arrayrecord``, written in order and read by row number. A record is
-one row. Its bytes are, all little-endian: how many samples there are, the length of each, then
-their tokens one after another (uint32 each), then their trainable flags, eight to a byte. Padding,
+one row. Its bytes are, all little-endian: the number of samples, the length of each, then their
+tokens one after another (uint32 each), then their trainable flags, eight to a byte. Padding,
 positions and segment ids follow from the lengths, because every sample begins at a multiple of the
 block size.
 """
@@ -36,16 +36,16 @@ DECISIVE = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 """The parts of a tokenizer.json that turn a text into ids."""
 
 MOST_UNREAD = 50
-"""Names of keys that are counted, before the rest is counted together."""
+"""The number of unread keys that are counted by name; the rest are counted together."""
 OTHERS = "(others)"
 FIRST_NAMED = 5
-"""Malformed records that are named for each reason."""
+"""The number of malformed records that are named for each reason."""
 
 
 @dataclasses.dataclass
 class Counts:
-    """What is counted of records and of the rows that they fill: of a chunk of the input, a part of
-    a job, or a whole folder. The names are those of `Manifest`."""
+    """Counts of records and of the rows that they fill: for a chunk of the input, a part of a job,
+    or a whole folder. The names are those of `Manifest`."""
 
     records: int = 0
     samples: int = 0
@@ -64,7 +64,7 @@ class Counts:
     typed: int = 0
 
     def add(self, other: Counts) -> None:
-        """Adds what was counted of what follows."""
+        """Adds the counts of what follows in the input."""
         most = max(self.most_trainable_blocks, other.most_trainable_blocks)
         for name in (field.name for field in dataclasses.fields(self)):
             if isinstance(value := getattr(self, name), int):
@@ -105,22 +105,23 @@ class Manifest:
       records: records that were read, the malformed included.
       samples: samples in the rows; a long document is several.
       rows: packed rows.
-      tokens, trainable_tokens: in the rows, without padding.
+      tokens, trainable_tokens: tokens in the rows, without padding.
       fill: tokens / (rows * row_length).
-      malformed: records left out; reasons: how many for each, where the first ones stand, and what
+      malformed: records left out.
+      reasons: for each reason, how many records were left out, where the first ones are, and what
         is particular to the very first.
-      made_with: the settings that decided the rows.
+      made_with: the settings that determined the rows.
       content: SHA-256 of all rows in order.
       shards: the files in order.
-      added_tokens: how often each id occurs that the tokenizer has as an added token, or not at
-        all. A mask token should not be among them.
-      trainable_blocks, most_trainable_blocks: blocks with a trainable token, in the rows together
-        and in one row.
-      unread_keys: how many records have a key that is not read, by its name.
+      added_tokens: how often each id occurs that is an added token of the tokenizer, or none of its
+        tokens. A mask token should not be among them.
+      trainable_blocks, most_trainable_blocks: blocks with a trainable token, in all rows together
+        and at most in one row.
+      unread_keys: number of records that have a key that is not read, by its name.
       turns, changed_turns, first_changed: turns of assistants; how many of them the chat template
-        did not write as they were, and the first: ``place``, ``written`` and ``became``.
-      turn_end: the token that ends them; None where there are no conversations.
-      typed: records that spell special tokens in their messages, which are text.
+        changed; and the first of these: ``place``, ``written`` and ``became``.
+      turn_end: the token that ends turns; None if there are no conversations.
+      typed: records whose messages spell special tokens, which are read as text.
     """
 
     row_length: int
@@ -155,22 +156,23 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a folder, and checks that its shards are there and of their sizes.
+    """Reads the manifest of a folder, and checks that its shards exist and have the right sizes.
 
     Raises:
-      InputError: naming the folder or the file that is missing, cut off or of another version.
+      InputError: the folder or a file is missing, truncated or of another version; the message
+        names it.
     """
     path = folder / MANIFEST
     if folder.is_file():
         raise InputError(
             f"{folder}: is a file; run `wedlm tokenize --input {folder}` on it first, and name the "
-            "folder that it makes"
+            "folder that it creates"
         )
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
         version = fields["version"]
         if version != VERSION:
-            raise InputError(f"{path}: version {version!r}, where {VERSION} is read here")
+            raise InputError(f"{path}: version {version!r}; only version {VERSION} is supported")
         manifest = Manifest(**{**fields, "shards": [DataShard(**one) for one in fields["shards"]]})
     except FileNotFoundError:
         raise InputError(f"{why_absent(folder, MANIFEST)}; `wedlm tokenize` makes one") from None
@@ -182,28 +184,28 @@ def read_manifest(folder: Path) -> Manifest:
         file = folder / shard.file
         size = file.stat().st_size if file.is_file() else None
         if size != shard.bytes:
-            found = "missing" if size is None else f"of {size:,} bytes"
-            raise InputError(f"{file}: {found}, where {path} says {shard.bytes:,} bytes")
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            raise InputError(f"{file}: {found}, but {path} says {shard.bytes:,} bytes")
     return manifest
 
 
 def mask_token_in(manifest: Manifest, folder: str, token_id: int) -> str | None:
-    """Returns a line to tell if clean text has the mask token, or nobody counted; else None."""
+    """Returns a message if the text has the mask token, or if that was not counted; else None."""
     if manifest.added_tokens is None:
-        return f"{folder}: tokenised by an earlier version; whether it has mask tokens is not known"
+        return f"{folder}: tokenised by an earlier version; whether it has mask tokens is unknown"
     count = manifest.added_tokens.get(str(token_id), 0)
     if not count:
         return None
     return (
         f"{folder}: the text has the mask token {token_id} {count:,} times, and the model would "
-        "read each as a mask; leave those records out, or name another token as model.mask_token"
+        "read each as a mask; leave those records out, or set model.mask_token to another token"
     )
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
-    """Distinguishes tokenizers by all that decides the ids of a text.
+    """Returns a digest of everything in a tokenizer that determines the ids of a text.
 
-    Two files that differ in layout, or in what is done with ids afterwards, have the same one.
+    Files that differ only in layout, or in what is done with ids afterwards, have the same digest.
     """
     content = json.loads(tokenizer.to_str())
     decisive = {name: content.get(name) for name in DECISIVE}
@@ -242,7 +244,7 @@ def decode_samples(record: bytes) -> list[TokenisedSample]:
     """Reads the samples of a row.
 
     Raises:
-      ValueError: ``record`` is no row.
+      ValueError: ``record`` is not a row.
     """
     count = int(np.frombuffer(record, _WORD, 1)[0])
     sizes = np.frombuffer(record, _WORD, count, _WORD.itemsize).astype(np.int64)
@@ -250,7 +252,7 @@ def decode_samples(record: bytes) -> list[TokenisedSample]:
     start = (1 + count) * _WORD.itemsize
     end = start + total * _WORD.itemsize
     if len(record) != end + -(-total // 8):
-        raise ValueError(f"{len(record)} bytes, where {total} tokens take another number")
+        raise ValueError(f"{len(record)} bytes do not match {total} tokens")
     tokens = np.frombuffer(record, _WORD, total, start).astype(np.int32)
     trainable = np.unpackbits(np.frombuffer(record, np.uint8, offset=end), count=total)
     ends = np.cumsum(sizes)[:-1]
@@ -259,15 +261,16 @@ def decode_samples(record: bytes) -> list[TokenisedSample]:
 
 
 WRITER_OPTIONS = "group_size:1,zstd:1"
-"""One row per group: rows are read one by one, in no order of the file's."""
+"""One row per group: rows are read one at a time, in random order."""
 
 
 class ShardWriter:
-    """Writes rows into shards of ``shard_rows`` each; their names come last, with their count.
+    """Writes rows into shards of ``shard_rows`` each, which are named at the end, when their number
+    is known.
 
     Args:
-      folder: exists, and is empty of shards.
-      shard_rows: rows in a file.
+      folder: an existing folder without shards.
+      shard_rows: rows per file.
 
     Raises:
       StorageFailure: a file cannot be written.
@@ -313,22 +316,23 @@ class ShardWriter:
         try:
             act(*arguments)
         except (OSError, RuntimeError, ValueError) as error:
-            # Into a folder just made, only the disk can refuse.
+            # The folder has just been made, so only the disk can refuse.
             raise StorageFailure(
                 f"{self._paths[-1]}: cannot be written ({shortened(str(error))})"
             ) from None
 
 
 class ShardRows:
-    """Gives the rows of a folder by number; opened when first read, in whatever process that is.
+    """Returns the rows of a folder by number; files are opened by the first read, in whichever
+    process reads.
 
     Args:
       folder: folder of the shards.
-      manifest: the folder's.
-      pad_token_id: what padding holds.
+      manifest: the folder's manifest.
+      pad_token_id: id of the padding token.
 
     Attributes:
-      manifest: as given.
+      manifest: the folder's manifest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, pad_token_id: int):
@@ -339,7 +343,7 @@ class ShardRows:
             "block_size": manifest.block_size,
             "pad_token_id": pad_token_id,
         }
-        # With their numbers of rows given, files are not opened to be counted.
+        # With the numbers of rows given, files need not be opened to count them.
         self._records = ArrayRecordDataSource(
             [f"{folder / shard.file}[0:{shard.rows}]" for shard in manifest.shards]
         )
@@ -351,7 +355,7 @@ class ShardRows:
         """Reads row ``index``: the fields of `wedlm_jax.corruption.PackedRows`, ``[L]`` each.
 
         Raises:
-          InputError: naming the folder and the row that cannot be read.
+          InputError: the row cannot be read; the message names it and the folder.
         """
         try:
             return decode_row(self._records[int(index)], **self._sizes)
@@ -361,7 +365,7 @@ class ShardRows:
             ) from None
 
     def place(self, index: int) -> tuple[str, int]:
-        """Finds the shard that holds row ``index``, and its number there, from 0."""
+        """Returns the shard with row ``index``, and the row's number there, from 0."""
         shard = bisect.bisect_right(self._ends, index)
         first = self._ends[shard] - self.manifest.shards[shard].rows
         return str(self._folder / self.manifest.shards[shard].file), index - first
@@ -378,17 +382,17 @@ def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
       rows: their numbers in it, from 0.
 
     Raises:
-      InputError: the file is not there or is none, or it has no row of such a number.
+      InputError: the file is missing or not a shard, or has no row with such a number.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
     try:
         reader = ArrayRecordReader(str(file))
         if not reader.ok():
-            raise ValueError("it has no ending")
+            raise ValueError("its end is missing")
         count = int(reader.num_records())
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"{file}: no file of packed rows ({shortened(str(error))})") from None
+        raise InputError(f"{file}: not a file of packed rows ({shortened(str(error))})") from None
     if wrong := [row for row in rows if not 0 <= row < count]:
         raise InputError(f"{file}: no row {wrong[0]}; it has rows 0 to {count - 1}")
     try:
@@ -398,20 +402,20 @@ def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs `wedlm rows`: prints packed rows as text, for a person who looks for a document."""
+    """Runs `wedlm rows`: prints packed rows as text, for people who look for a document."""
     from train.data.tokenizer import load_tokenizer
     from wedlm_jax.checkpoint.open import packaged
     from wedlm_jax.host.command_line import CommandParser
 
     parser = CommandParser(
         prog="wedlm rows",
-        description="Shows packed rows as text, sample by sample: those that skipped.jsonl names,\n"
-        "for one.",
+        description="Shows packed rows as text, sample by sample, such as those that\n"
+        "skipped.jsonl names.",
         epilog="example:\n"
         "  wedlm rows data/corpus/rows-00000-of-00008.arrayrecord 17 204 --tokenizer Qwen3-8B",
     )
-    parser.add_argument("file", type=Path, help="a shard of `wedlm tokenize`")
-    parser.add_argument("rows", nargs="+", type=int, metavar="ROW", help="its number, from 0")
+    parser.add_argument("file", type=Path, help="a shard written by `wedlm tokenize`")
+    parser.add_argument("rows", nargs="+", type=int, metavar="ROW", help="row number, from 0")
     parser.add_argument(
         "--tokenizer", required=True, type=Path, metavar="DIR", help="folder of tokenizer.json"
     )

@@ -1,4 +1,4 @@
-"""The folders that a recipe trains on: checked against it, and how often a run reads each."""
+"""Opens the folders that a recipe trains on, checks them against it, and counts epochs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from wedlm_jax.host.storage import folder_of_this_machine
 def open_sources(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
 ) -> list[list[tuple[ShardRows, float]]]:
-    """Opens ``data.sources`` of all phases of a recipe, and says what each holds; rows are not read
-    yet.
+    """Opens ``data.sources`` of all phases of a recipe, and prints what each contains; rows are not
+    read yet.
 
     Args:
       config: the recipe.
-      tokenizer: the model's.
-      pad_token_id: what padding holds.
+      tokenizer: the model's tokenizer.
+      pad_token_id: id of the padding token.
 
     Returns:
-      the rows of each folder, and their weight, phase by phase.
+      the rows of each folder and their weight, phase by phase.
 
     Raises:
       InputError: as `open_folder`; or a phase has fewer rows than one of its batches takes.
@@ -60,7 +60,7 @@ def open_folder(
     """Opens a folder of packed rows.
 
     Raises:
-      InputError: it is none, or one of rows with another length, block size or tokenizer than the
+      InputError: it is not such a folder, or its row length, block size or tokenizer is not the
         recipe's.
     """
     folder = folder_of_this_machine(name, "data.sources")
@@ -82,8 +82,8 @@ def open_folder(
 
 
 MANY = 4.0
-"""Up to about this many epochs, rows that are read again are worth nearly what new ones are
-(Muennighoff et al., arXiv 2305.16264, section 6)."""
+"""Up to about this many epochs, repeated rows are worth nearly as much as new ones (Muennighoff et
+al., arXiv 2305.16264, section 6)."""
 
 
 class Epochs:
@@ -91,7 +91,7 @@ class Epochs:
 
     Args:
       phases: phases of the recipe.
-      rows: how many each source has, by its name in the recipe.
+      rows: number of rows of each source, by its name in the recipe.
     """
 
     def __init__(self, phases: Sequence[Phase], rows: Mapping[str, int]):
@@ -99,7 +99,7 @@ class Epochs:
         self._skipped = SkippedBatches.of(phases[0].config.data.skip)
 
     def after(self, step: int) -> dict[str, float]:
-        """Returns the epochs of each source that the first ``step`` steps take, to a row or two."""
+        """Returns the epochs of each source in the first ``step`` steps, to within a row or two."""
         read = dict.fromkeys(self._rows, 0.0)
         for phase, streams in self._phases:
             if phase.first >= step:
@@ -112,12 +112,12 @@ class Epochs:
         return {name: count / self._rows[name] for name, count in read.items()}
 
     def record(self, step: int) -> Record:
-        """Returns `after` by the names that metrics have."""
+        """Returns `after` under the names of metrics."""
         return {f"epoch/{name}": round(epochs, 4) for name, epochs in self.after(step).items()}
 
     def lines(self, done: int) -> list[str]:
-        """Reports to a run with ``done`` completed steps what it takes of each source, and warns
-        where that is much."""
+        """Returns messages about how often a run with ``done`` completed steps reads each source,
+        and warnings where that is often."""
         whole, now = self.after(self._phases[-1][0].stop), self.after(done)
         lines = []
         for name, epochs in whole.items():
@@ -127,7 +127,7 @@ class Epochs:
             )
             if epochs > MANY:
                 lines.append(
-                    f"warning: {name}: more than {MANY:g} epochs, from where on repeated rows "
-                    "teach less and less; more rows, a smaller share or fewer steps would help"
+                    f"warning: {name}: more than {MANY:g} epochs, after which repeated rows teach "
+                    "less and less; more rows, a smaller share or fewer steps would help"
                 )
         return lines

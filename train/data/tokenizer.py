@@ -1,5 +1,5 @@
-"""Tokenizers are loaded here, and made: `wedlm tokenizer` learns byte-level BPE from texts and
-conversations, in Hugging Face's files, with a chat template and a mask.
+"""Loads tokenizers, and trains them: `wedlm tokenizer` learns byte-level BPE from texts and
+conversations, and writes Hugging Face's files, with a chat template and a mask token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 SMALLEST = 256 + len(SPECIAL_TOKENS)
-"""Tokens of a tokenizer that has learnt nothing: the specials and a token for each byte."""
+"""The size of a vocabulary that has learnt nothing: the special tokens and one for each byte."""
 
 # Words with one leading space, numbers, runs of punctuation, line ends, other spaces.
 # A number never holds its space (punctuation before it does), so it is the same token
 # everywhere; and a number of up to three digits can be one token, so that what follows it
-# stands at a known position, which parallel filling needs.
+# has a known position, which parallel filling needs.
 WORD_PATTERN = r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+(?: (?=\p{N}))?|\n+|\s+"
 
 CHAT_TEMPLATE = (
@@ -43,8 +43,8 @@ CHAT_TEMPLATE = (
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = SPECIAL_TOKENS
 ) -> Tokenizer:
-    """Learns byte-level BPE of ``vocab_size`` tokens, specials and all 256 bytes included; fewer if
-    the texts do not have as many.
+    """Learns byte-level BPE of ``vocab_size`` tokens, including special tokens and all 256 bytes;
+    fewer if the texts do not have that many.
 
     Any text round-trips: what has no token of its own is spelled in bytes. The same texts in the
     same order give the same tokenizer.
@@ -68,10 +68,10 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int = 1024) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` as `transformers` reads them.
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` for `transformers`.
 
     Args:
-      longest: tokens of a text above which transformers warns.
+      longest: number of tokens in a text above which transformers warns.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
@@ -89,10 +89,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int = 1024) -
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Loads the tokenizer of a folder, so that it cuts nothing off and pads nothing.
+    """Loads the tokenizer of a folder, without truncation or padding.
 
     Raises:
-      InputError: naming the file that is missing or malformed.
+      InputError: a file is missing or malformed; the message names it.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -110,14 +110,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 EPILOG = """\
 Input is what `wedlm tokenize` reads: .jsonl and .jsonl.gz with "text" or "messages", .txt,
-.parquet, .arrayrecord; files and folders. A sample of some hundred MB is enough.
+.parquet, .arrayrecord; files and folders. A sample of a few hundred MB is enough.
 
 DIR gets tokenizer.json and tokenizer_config.json, which transformers reads, too: byte-level BPE
-(any text round-trips; a token has at most three digits), Qwen's form of conversations
-(<|im_start|>ROLE ... <|im_end|>), <|im_end|> as the end of a turn, <|endoftext|> as that of a
+(any text round-trips; a token has at most three digits), Qwen's format for conversations
+(<|im_start|>ROLE ... <|im_end|>), <|im_end|> as the end of a turn, <|endoftext|> as the end of a
 document and as padding, and <|mask|> as the mask token.
 
-It is for models that are trained from nothing. A checkpoint brings its own tokenizer.
+It is for models that are trained from scratch. A checkpoint has its own tokenizer.
 
 example:
   wedlm tokenizer --input corpus/ chats.jsonl --vocab-size 32000 --output tokenizer
@@ -125,24 +125,24 @@ example:
 """
 
 NO_LIMIT = 10**30
-"""The value that transformers uses for a tokenizer without a maximal length."""
+"""The value that transformers uses for a tokenizer without a maximum length."""
 
 
 def parser() -> argparse.ArgumentParser:
     made = CommandParser(
         prog="wedlm tokenizer",
-        description="Makes a tokenizer, with a chat template, an end and a mask token.",
+        description="Trains a tokenizer, with a chat template, an end token and a mask token.",
         epilog=EPILOG,
     )
     add = made.add_argument
     add("--input", nargs="+", required=True, metavar="PATH", help="files and folders to read")
-    add("--output", required=True, metavar="DIR", help="folder to make")
+    add("--output", required=True, metavar="DIR", help="folder to create")
     add(
         "--vocab-size",
         type=int,
         required=True,
         metavar="N",
-        help="tokens, the special ones and all bytes included; at least 260",
+        help="size of the vocabulary, including special tokens and all bytes; at least 260",
     )
     return made
 
@@ -160,7 +160,7 @@ def main(arguments: list[str]) -> int:
     if options.vocab_size < SMALLEST:
         raise InputError(f"--vocab-size must be at least {SMALLEST}, not {options.vocab_size}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise InputError(f"{output}: is there already; remove it, or name another folder")
+        raise InputError(f"{output}: already exists; remove it, or name another folder")
     files = find_input(options.input).files
     print(f"{counted(len(files), 'file')} to read", flush=True)
     bar = ProgressBar("bytes", percent=True, title="reading", console=Console(), every=10.0)
@@ -187,7 +187,7 @@ class InputTexts:
     """Yields the texts of documents and messages, in the order of the input.
 
     Attributes:
-      count, characters: number of texts so far, and of their characters.
+      count, characters: number of texts and characters so far.
       left_out: the records without a text.
     """
 
@@ -232,8 +232,8 @@ def texts_of(record: dict[str, Any] | str) -> list[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """Returns whether a text is not empty and has no half of a surrogate pair, which JSON can
-    spell."""
+    """Returns whether a text is not empty and has no half of a surrogate pair, which JSON
+    allows."""
     try:
         return bool(text.encode("utf-8"))
     except UnicodeEncodeError:

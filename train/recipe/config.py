@@ -40,43 +40,49 @@ AUTO = "auto"
 @dataclasses.dataclass
 class ModelSection:
     init_from: str | None = field(
-        None, "checkpoint to start from, Hugging Face or orbax, or gs://; null: from scratch"
+        None,
+        "checkpoint to start from (Hugging Face or orbax, may be gs://); null: start from scratch",
     )
     architecture: dict[str, Any] = field(
-        {}, "fields of an HF config.json: of a model from scratch, or laid over init_from's"
+        {},
+        "fields of an HF config.json, for a model from scratch or to override init_from's",
     )
     mask_token: str | None = field(
         None,
-        "text or id of the mask token; null: the checkpoint's, or else one that no text has",
+        "text or id of the mask token; null: the checkpoint's, or else one that no text contains",
     )
 
 
 @dataclasses.dataclass
 class LoraSection:
     rank: int = field(
-        0, "of the adapters that are trained beside frozen parameters; 0: all is trained", low=0
+        0,
+        "rank of the adapters trained alongside frozen parameters; 0 trains all parameters",
+        low=0,
     )
-    alpha: float = field(32.0, "what the adapters add is scaled by alpha / rank", low=0, above=True)
+    alpha: float = field(32.0, "the adapters' output is scaled by alpha / rank", low=0, above=True)
     targets: list[str] = field(
-        [*TARGETS], "matrices of each layer that have adapters", choices=TARGETS
+        [*TARGETS], "matrices of each layer that get adapters", choices=TARGETS
     )
 
 
 @dataclasses.dataclass
 class DrafterSection:
-    window_size: int = field(16, "masks in a window, the most that decoding drafts with", low=2)
-    windows: int = field(0, "windows behind each row; 0: half as many masks as tokens", low=0)
+    window_size: int = field(16, "masks per window; decoding drafts with at most this many", low=2)
+    windows: int = field(0, "windows per row; 0: half as many masks as tokens", low=0)
     init_from: str | None = field(
-        None, "folder of a drafter whose adapters are trained on; its windows may be others"
+        None, "folder of a drafter to train further; its window_size may differ"
     )
     previous_rank: int = field(
         PREVIOUS_RANK,
-        "hidden units of the head that corrects a mask by the token before it; 0: no such head",
+        "hidden units of the head that corrects a mask's prediction, given the token before it; "
+        "0: no such head",
         low=0,
     )
     distance: str = field(
         "kl",
-        "from the model's predictions: kl, tv (total variation), or ce with the text's tokens",
+        "distance from the model's predictions: kl, tv (total variation), or ce (cross entropy "
+        "with the text's tokens)",
         choices=DISTANCES,
     )
 
@@ -85,15 +91,19 @@ class DrafterSection:
 class DataSection:
     tokenizer: str | None = field(None, "folder of the tokenizer; null: model.init_from's")
     sources: dict[str, float] = field(
-        {}, "folders of `wedlm tokenize` and their shares of a batch", low=0, above=True
+        {}, "folders made by `wedlm tokenize`, and their shares of a batch", low=0, above=True
     )
     skip: list[list[int]] = field(
         [],
-        "batches that no step reads: [[FROM, TO], ...], both included, counted from 1; batch N is "
-        "the one that step N reads where nothing is skipped",
+        "batches to skip: [[FROM, TO], ...], both inclusive, counted from 1; batch N is the one "
+        "that step N reads if nothing is skipped",
     )
-    workers: int = field(0, "processes that read rows ahead; 0: threads of this one", low=0)
-    prefetch: int = field(2, "batches that wait ready, read and placed each", low=1)
+    workers: int = field(
+        0, "worker processes that read rows ahead; 0: threads of the training process", low=0
+    )
+    prefetch: int = field(
+        2, "batches kept ready at each stage: read, and placed on the devices", low=1
+    )
 
 
 @dataclasses.dataclass
@@ -101,47 +111,49 @@ class OptimizerSection:
     name: str = field(
         "adamw", "adamw, or muon (layers' matrices; AdamW for the rest)", choices=("adamw", "muon")
     )
-    learning_rate: float = field(3e-4, "peak", low=0)
-    final_learning_rate: float = field(3e-5, "at the last step", low=0)
-    warmup_steps: int = field(100, "linear warm-up from 0", low=0)
+    learning_rate: float = field(3e-4, "peak learning rate", low=0)
+    final_learning_rate: float = field(3e-5, "learning rate at the last step", low=0)
+    warmup_steps: int = field(100, "steps of linear warm-up from 0", low=0)
     schedule: str = field(
         "cosine",
-        "after the warm-up: cosine, or wsd (the peak, then a linear decay)",
+        "schedule after the warm-up: cosine, or wsd (constant at the peak, then a linear decay)",
         choices=("cosine", "wsd"),
     )
-    decay_steps: int = field(0, "with wsd: the last steps, which decay", low=0)
-    b1: float = field(0.9, "AdamW's first moment decay", low=0, high=1, below=True)
-    b2: float = field(0.95, "AdamW's second moment decay", low=0, high=1, below=True)
+    decay_steps: int = field(0, "steps of wsd's decay, at the end of the run", low=0)
+    b1: float = field(0.9, "decay of AdamW's first moment", low=0, high=1, below=True)
+    b2: float = field(0.95, "decay of AdamW's second moment", low=0, high=1, below=True)
     first_moment_dtype: str = field(
         "float32",
-        "of first moments: float32, or bfloat16 for 2 bytes per parameter less",
+        "dtype of first moments: float32, or bfloat16 to save 2 bytes per parameter",
         choices=("float32", "bfloat16"),
     )
     average: float = field(
         0.0,
-        "decay of a moving average of the parameters, which is evaluated and exported; 0: none",
+        "decay of a moving average of the parameters, to evaluate and export; 0: no averaging",
         low=0,
         high=1,
         below=True,
     )
     eps: float = field(1e-8, "epsilon of AdamW and of Muon", low=0, above=True)
-    weight_decay: float = field(0.1, "on matrices only", low=0)
-    clip_norm: float = field(1.0, "global gradient norm is clipped to this", low=0, above=True)
+    weight_decay: float = field(0.1, "weight decay, applied to matrices only", low=0)
+    clip_norm: float = field(1.0, "gradients are clipped to this global norm", low=0, above=True)
     spike_factor: float = field(
         10.0,
         "skip a step whose gradient norm is this many times the running mean; 0: never",
         low=0,
     )
-    max_skipped: int = field(20, "steps skipped in a row at which the run stops", low=1)
+    max_skipped: int = field(20, "stop the run when this many steps in a row are skipped", low=1)
 
 
 @dataclasses.dataclass
 class LossSection:
     weighting: str = field(
-        "inverse_ratio", "of masked tokens: inverse_ratio or uniform", choices=WEIGHTINGS
+        "inverse_ratio",
+        "how masked tokens are weighted: inverse_ratio or uniform",
+        choices=WEIGHTINGS,
     )
-    ar_weight: float = field(1.0, "a in (MLM + a AR) / (1 + a)", low=0)
-    chunk: int = field(2048, "the most tokens whose logits a device holds at once", low=1)
+    ar_weight: float = field(1.0, "weight of the AR loss: a in (MLM + a AR) / (1 + a)", low=0)
+    chunk: int = field(2048, "maximum number of tokens whose logits a device holds at once", low=1)
     dtype: str = field(
         "bfloat16",
         "compute dtype, bfloat16 or float32; parameters stay float32",
@@ -149,128 +161,143 @@ class LossSection:
     )
     remat: str = field(
         AUTO,
-        "what the backward pass recomputes, from none to full (and offload: layers' inputs wait "
-        "in the host's memory); auto: the least that leaves 10% of a device's memory, in "
-        "micro-batches as small as that takes",
+        "what the backward pass recomputes, from none to full (and offload: full, with layer "
+        "inputs kept in host memory); auto: the least that leaves 10% of a device's memory free, "
+        "with micro-batches as small as that requires",
         choices=(AUTO, *POLICIES),
     )
     attention: str = field(
         "streams",
-        "attention: dense, streams, blockwise or splash (TPUs)",
+        "attention implementation: dense, streams, blockwise or splash (TPUs)",
         choices=tuple(IMPLEMENTATIONS),
     )
-    tile: int = field(0, "side of splash's tiles, a multiple of 128; 0: what suits the chip", low=0)
-    unroll: int = field(1, "layers in one turn of the scan over layers; more compile longer", low=1)
+    tile: int = field(
+        0, "side of splash's tiles, a multiple of 128; 0: chosen to suit the chip", low=0
+    )
+    unroll: int = field(
+        1, "layers per iteration of the scan over layers; more take longer to compile", low=1
+    )
 
 
 @dataclasses.dataclass
 class MeshSection:
-    data: int = field(1, "replicas of the parameters; one of the four may be -1: what is left")
+    data: int = field(
+        1, "replicas of the parameters; one of the four mesh sizes may be -1: all devices left"
+    )
     fsdp: int = field(-1, "devices that share the batch, the parameters and their moments")
     tensor: int = field(1, "devices that share heads, the MLP and the vocabulary")
-    sequence: int = field(1, "devices that share the tokens of a row; divides the KV heads")
+    sequence: int = field(
+        1, "devices that share the tokens of a row; must divide the number of KV heads"
+    )
 
 
 @dataclasses.dataclass
 class MetricsSection:
     tensorboard: bool = field(False, "write events for TensorBoard to <output>/tensorboard")
-    wandb: str | None = field(None, "project at Weights & Biases to log to; null: none")
-    profile_from: int = field(0, "first step of a profile for xprof, in <output>/profile", low=0)
-    profile_steps: int = field(0, "steps profiled; 0: no profile", low=0)
+    wandb: str | None = field(None, "Weights & Biases project to log to; null: none")
+    profile_from: int = field(0, "first step to profile, for xprof, in <output>/profile", low=0)
+    profile_steps: int = field(0, "number of steps to profile; 0: no profile", low=0)
     norms: bool = field(True, "measure norms of parameters and updates, by group")
     stall_factor: float = field(
-        10.0, "write all stacks when a step takes this many times the median; 0: never", low=0
+        10.0,
+        "print the stacks of all threads when a step takes this many times the median; 0: never",
+        low=0,
     )
 
 
 @dataclasses.dataclass
 class EvaluationSection:
-    every: int = field(0, "steps between evaluations, in <output>/evaluation.jsonl; 0: none", low=0)
+    every: int = field(
+        0, "steps between evaluations, logged to <output>/evaluation.jsonl; 0: none", low=0
+    )
     source: str | None = field(
-        None, "folder of `wedlm tokenize` to evaluate on: rows that were held out"
+        None, "folder of held-out rows to evaluate on, made by `wedlm tokenize`"
     )
-    rows: int = field(64, "held-out packed rows to take losses over", low=1)
-    seed: int = field(0, "of the order in which these rows, and prefixes, are drawn")
-    prompts: int = field(8, "of these rows, how many prefixes to decode", low=0)
-    max_tokens: int = field(64, "completion tokens of each", low=1)
+    rows: int = field(64, "held-out packed rows on which to compute losses", low=1)
+    seed: int = field(0, "seed for drawing held-out rows, prefixes and questions")
+    prompts: int = field(8, "prefixes of held-out samples to decode", low=0)
+    max_tokens: int = field(64, "maximum number of completion tokens per prefix", low=1)
     questions: str | None = field(
-        None, "file of questions to ask, as of `wedlm evaluate --questions`; null: none"
+        None, "file of questions to ask, as for `wedlm evaluate --questions`; null: none"
     )
-    most_questions: int = field(200, "how many of them are asked, drawn by the same seed", low=1)
-    answer_tokens: int = field(256, "the most tokens of an answer", low=1)
+    most_questions: int = field(
+        200, "maximum number of questions to ask, drawn by evaluation.seed", low=1
+    )
+    answer_tokens: int = field(256, "maximum number of tokens per answer", low=1)
     mode: str = field(
         "verified",
-        "how they are answered: verified, paper or ar; with objective ar always ar",
+        "decoding mode for answers: verified, paper or ar; always ar with objective ar",
         choices=MODES,
     )
 
 
 @dataclasses.dataclass
 class PhaseSection:
-    from_step: int = field(1, "completed steps at which it begins", low=1)
+    from_step: int = field(1, "number of completed steps at which the phase begins", low=1)
     sources: dict[str, float] = field(
-        {}, "in the place of data.sources; empty: as before", low=0, above=True
+        {}, "sources that replace data.sources; empty: as before", low=0, above=True
     )
     learning_rate: float | None = field(
-        None, "peak that the schedule is scaled to; null: as before", low=0, above=True
+        None, "peak to which the schedule is scaled; null: as before", low=0, above=True
     )
-    row_length: int | None = field(None, "of the new sources' rows; null: as before", low=1)
-    prediction_blocks: int | None = field(None, "in a row; null: as before", low=0)
-    rows: int | None = field(None, "in a micro-batch; null: as before", low=1)
-    accumulation: int | None = field(None, "micro-batches in a step; null: as before", low=1)
+    row_length: int | None = field(None, "row length of the new sources; null: as before", low=1)
+    prediction_blocks: int | None = field(None, "prediction blocks per row; null: as before", low=0)
+    rows: int | None = field(None, "rows per micro-batch; null: as before", low=1)
+    accumulation: int | None = field(None, "micro-batches per step; null: as before", low=1)
 
 
 @dataclasses.dataclass
 class TrainConfig:
     objective: str = field(
         "wedlm",
-        "wedlm (MLM + AR over dual streams), ar (next token), or drafter (adapters on masks, which "
-        "learn the choices of a model that stays as it is)",
+        "what to train: wedlm (MLM + AR over dual streams), ar (next token), or drafter (adapters "
+        "on masks, which learn a frozen model's choices)",
         choices=("wedlm", "ar", "drafter"),
     )
     steps: int = field(1000, "optimizer steps", low=1)
-    rows: int = field(8, "packed rows in a micro-batch; loss.remat: auto may cut it", low=1)
-    accumulation: int = field(1, "micro-batches in a step", low=1)
-    row_length: int = field(512, "tokens in a packed row, a multiple of block_size", low=1)
+    rows: int = field(8, "packed rows per micro-batch; loss.remat=auto may reduce it", low=1)
+    accumulation: int = field(1, "micro-batches per step", low=1)
+    row_length: int = field(512, "tokens per packed row, a multiple of block_size", low=1)
     block_size: int = field(32, "B: consecutive positions that share a mask ratio", low=1)
     prediction_blocks: int = field(
         0,
-        "room for blocks in a row's prediction stream, which leaves out those without a token to "
-        "train on; 0: what the data's rows need",
+        "blocks per row in the prediction stream, which leaves out blocks without a token to train "
+        "on; 0: as many as the data's rows need",
         low=0,
     )
     suffix_share: float = field(
         0.0,
-        "share of blocks whose masks are its last tokens, as in verified decoding's windows",
+        "share of blocks in which the last tokens are masked, as in verified decoding's windows",
         low=0,
         high=1,
     )
     quantized_training: str = field(
         "none",
-        "int8: layers' matrices multiply 8-bit integers, forward and backward; needs qwix",
+        "none, or int8: layer matrices are multiplied in 8-bit integers, forward and backward; "
+        "needs qwix",
         choices=("none", "int8"),
     )
-    seed: int = field(0, "of initial parameters, data order and masks")
+    seed: int = field(0, "seed for initialisation, data order and masks")
     output: str = field(
         "runs/train",
-        "folder for checkpoints, logs and the exported model; all hosts see it; or gs://",
+        "folder for checkpoints, logs and the exported model, shared by all hosts; may be gs://",
     )
     branch_from: str | None = field(
         None,
-        "state of another run to begin with, RUN@STEP: its parameters, optimizer, step and place "
-        "in the data; null: model.init_from, or from scratch",
+        "state of another run to start from, RUN@STEP: its parameters, optimizer, step and place "
+        "in the data; null: start from model.init_from, or from scratch",
     )
     checkpoint_every: int = field(200, "steps between checkpoints", low=1)
     checkpoint_timeout: int = field(
-        1200, "seconds in which a checkpoint must be written, or counts as failed", low=1
+        1200, "seconds after which an unfinished checkpoint counts as failed", low=1
     )
-    keep_checkpoints: int = field(2, "newest checkpoints kept", low=1)
+    keep_checkpoints: int = field(2, "number of newest checkpoints to keep", low=1)
     keep_every: int = field(
-        0, "checkpoints at multiples of this stay for good, beside the newest; 0: none", low=0
+        0, "also keep every checkpoint whose step is a multiple of this; 0: none", low=0
     )
     export_dtype: str = field(
         "float32",
-        "of the model in <output>/hf; training keeps parameters in float32 all the same",
+        "dtype of the exported model in <output>/hf; training keeps float32 parameters",
         choices=DTYPES,
     )
     log_every: int = field(10, "steps between metric lines", low=1)
@@ -291,7 +318,7 @@ class TrainConfig:
 
     @property
     def prediction_length(self) -> int:
-        """Returns the tokens of a row's prediction stream; 0 where there is none."""
+        """Returns the number of tokens in a row's prediction stream; 0 if there is none."""
         if self.objective == "ar":
             return 0
         if self.objective == "drafter":
@@ -300,26 +327,26 @@ class TrainConfig:
 
     @property
     def windows(self) -> int:
-        """Returns the windows of masks behind a row with objective "drafter"."""
+        """Returns the number of windows of masks per row with objective "drafter"."""
         half = max(self.row_length // (2 * self.drafter.window_size), 1)
         return self.drafter.windows or half
 
     @property
     def leaves_blocks_out(self) -> bool:
-        """Returns whether a row's prediction stream holds some of its blocks only."""
+        """Returns whether a row's prediction stream holds only some of its blocks."""
         return self.objective == "wedlm" and self.prediction_length < self.row_length
 
     @property
     def row_tokens(self) -> int:
-        """Returns the tokens that go through the layers for a row: of both streams."""
+        """Returns the number of tokens per row that go through the layers, in both streams."""
         return self.row_length + self.prediction_length
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainConfig:
     """Reads a YAML file and applies ``section.key=value`` overrides.
 
-    A value takes the place of the recipe's, a mapping as a whole: ``data.sources={a: 1}``.
-    ``+data.sources.b=2`` adds to one.
+    An override replaces the recipe's value; a mapping is replaced as a whole:
+    ``data.sources={a: 1}``. ``+data.sources.b=2`` adds an entry.
 
     Raises:
       InputError: no such file, not YAML, an unknown key or a value of the wrong type.
@@ -344,8 +371,8 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> TrainCo
 
 @contextlib.contextmanager
 def _told_as(given: str | Callable[[str], str]) -> Iterator[None]:
-    """Turns OmegaConf's errors into `InputError`, which begin with where the value came from: a
-    text, or a function of the field's name."""
+    """Turns OmegaConf's errors into `InputError` messages that begin with where the value came
+    from: a text, or a function of the field's name."""
     origin = given if isinstance(given, str) else given("")
     try:
         yield
@@ -359,14 +386,14 @@ def _told_as(given: str | Callable[[str], str]) -> Iterator[None]:
         key = getattr(error, "full_key", None)
         origin = given if isinstance(given, str) else given(str(key or ""))
         reason = str(error).splitlines()[0]
-        if isinstance(key, int):  # OmegaConf names no field where a list within a list is none
+        if isinstance(key, int):  # OmegaConf names no field if an element of data.skip is no list
             reason = f"data.skip: {_expected('data.skip')}"
         elif key and not isinstance(error, InterpolationResolutionError):
             value = re.search(r"^Value ('.*?') ", reason)
             reason = f"{key}: {_expected(key)}" + (f", not {value[1]}" if value else "")
         raise InputError(f"{origin}: {reason}") from None
     except Exception as error:
-        # A YAML parser has many error types of its own; all mean the file is not YAML.
+        # A YAML parser has many error types; all mean that the file is not YAML.
         raise InputError(f"{origin}: not valid YAML ({str(error).splitlines()[0]})") from None
 
 
@@ -394,7 +421,7 @@ def describe() -> list[tuple[str, str, str]]:
 
 
 NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
-"""The types of fields in words."""
+"""Names of the fields' types for messages."""
 
 
 def _expected(key: str) -> str:
@@ -420,10 +447,10 @@ def _unknown_key(key: str) -> str:
 
 
 def _check(config: TrainConfig, given_in: Callable[..., str]) -> None:
-    """Refuses values of fields, and fields that do not go together.
+    """Refuses invalid values, and fields that contradict each other.
 
     Raises:
-      InputError: it begins with where the value of the first of the fields comes from.
+      InputError: the message begins with where the first of the fields was set.
     """
     check_fields(config, given_in)
     try:

@@ -1,5 +1,5 @@
-"""A field of a recipe: its default, what it means and what may be given for it; and overrides of
-fields, ``key=value``, and ``+key=value`` for one more entry of a mapping."""
+"""Declares and checks fields of a recipe, and applies overrides: ``key=value``, and ``+key=value``
+to add an entry to a mapping."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from wedlm_jax.option_values import Option
 
 
 def field(default: Any, meaning: str, **limits: Any) -> Any:
-    """Declares a field of a recipe: its default, what ``--help`` says of it, and its limits.
+    """Declares a field of a recipe: its default, its text in ``--help``, and its limits.
 
     Args:
-      limits: as of an `Option`; those of a list or a mapping hold for each value in it.
+      limits: arguments of `Option`; for a list or a mapping they apply to each value in it.
     """
     metadata = {"option": Option(meaning, **limits)}
     if isinstance(default, dict | list):
@@ -28,7 +28,7 @@ def field(default: Any, meaning: str, **limits: Any) -> Any:
 
 
 def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -> None:
-    """Checks every value by the description of its field; of types OmegaConf takes care.
+    """Checks every value against the limits of its field; OmegaConf has checked the types.
 
     Args:
       origin: returns where a field's value comes from, given the field's name.
@@ -58,7 +58,7 @@ def _values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _given(origin: Callable[[str], str], name: str) -> Iterator[None]:
-    """Says in a refusal where the field's value comes from."""
+    """Adds to a refusal where the field's value comes from."""
     try:
         yield
     except InputError as error:
@@ -66,8 +66,8 @@ def _given(origin: Callable[[str], str], name: str) -> Iterator[None]:
 
 
 def field_origin(path: str | Path, overrides: Sequence[str], *names: str) -> str:
-    """Returns the source of fields' values: the last override of the first of these fields that has
-    one, or of what the field is a part of, or of a part of it; else the path of the recipe."""
+    """Returns where the values of these fields come from: the last override of the first field that
+    has one, counting overrides of its section and of its entries; else the path of the recipe."""
     for name in names:
         for item in reversed(overrides):
             key = item.partition("=")[0].removeprefix("+")
@@ -82,10 +82,10 @@ def _is_in(name: str, whole: str) -> bool:
 
 
 def apply_override(config: Any, item: str) -> None:
-    """Changes a configuration of OmegaConf as ``item`` says.
+    """Applies the override ``item`` to an OmegaConf configuration.
 
     Raises:
-      InputError: its value is not YAML, or + and the field do not go together.
+      InputError: its value is not YAML, or the field does not allow +, or requires it.
     """
     key, _, text = item.partition("=")
     path = key.removeprefix("+")
@@ -108,11 +108,11 @@ def _is_mapping(node: Any) -> bool:
 
 
 def _parsed(text: str, item: str) -> Any:
-    """Parses an override's value, references to other fields (``${seed}``) unresolved."""
+    """Parses an override's value; leaves references to other fields (``${seed}``) unresolved."""
     try:
         given = OmegaConf.from_dotlist([f"value={text}"])
     except Exception as error:
-        # A YAML parser has many error types of its own.
+        # A YAML parser has many error types.
         reason = str(error).splitlines()[0]
         raise InputError(f"override {item!r}: not valid YAML ({reason})") from None
     parsed = OmegaConf.to_container(given, resolve=False)
@@ -121,7 +121,7 @@ def _parsed(text: str, item: str) -> Any:
 
 
 def _as_pair(key: Any, value: Any) -> tuple[Any, Any]:
-    """Splits a key such as ``a:1``, for which YAML takes ``{a:1}`` without a space."""
+    """Splits a key such as ``a:1``, which is how YAML reads ``{a:1}``, written without a space."""
     name, colon, number = str(key).rpartition(":")
     if value is None and colon:
         return name, _parsed(number, f"{key}")

@@ -1,7 +1,7 @@
 """The phases of a run: what changes at given steps.
 
-A recipe is its own first phase. In a later one some fields have other values; the rest stays as
-it was.
+A recipe is its own first phase. In a later one some fields have other values; the others stay as
+they were.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Phase:
     """Describes a stretch of a run.
 
     Attributes:
-      first, stop: its first step, and the one after its last, from 0.
-      config: the recipe as it is within, without phases.
+      first, stop: its first step, and the one after its last, counted from 0.
+      config: the recipe during the phase, without phases.
     """
 
     first: int
@@ -28,8 +28,8 @@ class Phase:
 
     @property
     def batch_shape(self) -> tuple[int, int, int, int]:
-        """Returns (A, R, L, N) of a global batch: micro-batches, rows, tokens of a row's memory
-        stream and of its prediction stream."""
+        """Returns (A, R, L, N) of a global batch: micro-batches, rows, and tokens in a row's memory
+        stream and prediction stream."""
         config = self.config
         return config.accumulation, config.rows, config.row_length, config.prediction_length
 
@@ -54,17 +54,19 @@ def phases_of(config: TrainConfig) -> list[Phase]:
                 f"block_size {config.block_size}"
             )
         if section.row_length and not section.sources:
-            raise InputError(f"{name}.row_length needs sources whose rows are as long")
+            raise InputError(f"{name}.row_length needs sources with rows of this length")
         if section.learning_rate and not config.optimizer.learning_rate:
-            raise InputError(f"{name}.learning_rate: optimizer.learning_rate is 0, for good")
+            raise InputError(
+                f"{name}.learning_rate: cannot scale optimizer.learning_rate, which is 0"
+            )
         configs.append((section.from_step, _changed(whole, section)))
     ends = [first for first, _ in configs[1:]] + [config.steps]
     return [Phase(first, end, one) for (first, one), end in zip(configs, ends, strict=True)]
 
 
 def source_names(config: TrainConfig) -> list[str]:
-    """Lists the sources of a recipe's phases, in their order; "" stands for those that a recipe
-    leaves open, which is enough to compile it."""
+    """Lists the sources of a recipe's phases, in order. If a recipe names none, which is enough to
+    compile it, a single "" stands for them."""
     named = [config.data.sources, *(phase.sources for phase in config.phases)]
     return list(dict.fromkeys(name for sources in named for name in sources)) or [""]
 

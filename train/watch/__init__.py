@@ -1,6 +1,6 @@
-"""What a run tells of itself while it trains.
+"""Monitors a run while it trains.
 
-`records` brings the numbers of the steps to the host and averages them over the logging interval,
-`log` writes them down. `run_time` says where the time went, `diagnosis` looks into a run that
-stands still or is slow.
+`records` brings the metrics of the steps to the host and averages them over the logging interval,
+`log` writes them. `run_time` reports where the time went, `diagnosis` helps with a run that is slow
+or stuck.
 """

@@ -1,4 +1,4 @@
-"""Looks into a run that is slow or stands still: profiles of steps for xprof, and the stacks of all
+"""Helps with a run that is slow or stuck: profiles steps for xprof, and prints the stacks of all
 threads when a step takes far too long."""
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import jax
 from wedlm_jax.host.processes import is_first, jax_processes
 
 ON_SIGNAL = 5
-"""Steps of a profile that SIGUSR1 asks for, where the recipe names no number."""
+"""The number of steps that SIGUSR1 profiles if the recipe names none."""
 
 
 class Profiler:
-    """Records steps on one host, in the run's folder ``profile``. A context manager.
+    """Profiles steps on one host, into the run's folder ``profile``. A context manager.
 
-    The first process records the steps ``first`` to ``first + count - 1``, or those of them that
-    this attempt at the run does. SIGUSR1 makes the process that gets it record the next ones.
+    The first process records the steps ``first`` to ``first + count - 1``, as far as this attempt
+    runs them. SIGUSR1 makes the process that receives it record the next steps.
 
     Args:
       output: the run's folder.
-      first, count: first step and number of steps, from the recipe; no steps where ``count`` is 0.
+      first, count: first step and number of steps, from the recipe; a ``count`` of 0 records none.
     """
 
     def __init__(self, output: Path, first: int, count: int):
@@ -42,10 +42,10 @@ class Profiler:
         self._handles = threading.current_thread() is threading.main_thread()
 
     def before(self, step: int, newest: Any) -> None:
-        """Begins or ends a profile where ``step`` is the next.
+        """Begins or ends a profile before ``step`` runs.
 
         Args:
-          newest: arrays of the newest step; what is recorded ends when they are there.
+          newest: arrays of the newest step; a profile ends when they are ready.
         """
         if self._until and step >= self._until:
             self._stop(step, newest)
@@ -69,7 +69,7 @@ class Profiler:
         print(f"{host}profile of steps {self._from} to {step - 1} in {self._folder}", flush=True)
 
     def end(self, step: int, newest: Any) -> None:
-        """Ends what is under way: ``step`` would be the next, and there is none."""
+        """Ends a profile that is under way; ``step`` follows the last step."""
         if self._until:
             self._stop(step, newest)
 
@@ -90,23 +90,24 @@ class Profiler:
 
 
 LEAST_S = 30.0
-"""No shorter wait is a stall."""
+"""The shortest wait that counts as a stall."""
 FEWEST = 5
-"""Steps whose times must be known."""
+"""The number of step times that must be known before a stall is detected."""
 REMEMBERED = 100
 LONGEST_PAUSE_S = 600.0
-"""What a checkpoint or an evaluation may take."""
+"""How long a checkpoint or an evaluation may take."""
 
 
 class StallWatch:
-    """Writes the stacks of all threads when a step takes ``factor`` times the median of the last.
+    """Writes the stacks of all threads when a step takes ``factor`` times the recent median.
 
-    The run goes on. The interpreter's own watchdog thread writes them, without Python, so that a
-    process stuck in a collective or a file system tells, too. A context manager.
+    The run continues. The interpreter's own watchdog thread writes the stacks without running
+    Python code, so that a process stuck in a collective or a file system reports, too. A context
+    manager.
 
     Args:
-      factor: 0 for never.
-      file: where to; it needs a file descriptor. Default: standard error.
+      factor: multiple of the median; 0 for never.
+      file: where to write; it needs a file descriptor. Standard error by default.
       least: seconds that any step may take.
       now: a clock in seconds.
     """
@@ -125,7 +126,7 @@ class StallWatch:
 
     @property
     def limit(self) -> float | None:
-        """Returns the seconds that the next step may take; None while nothing is known."""
+        """Returns the seconds that the next step may take; None while too few times are known."""
         if not self._factor or len(self._times) < FEWEST:
             return None
         return max(self._factor * statistics.median(self._times), self._least)
@@ -136,12 +137,12 @@ class StallWatch:
         if self._since is not None:
             self._times.append(now - self._since)
         self._since = now
-        faulthandler.cancel_dump_traceback_later()  # what `pause` allows is over
+        faulthandler.cancel_dump_traceback_later()  # ends the limit that `pause` may have set
         if self.limit is not None and self._file is not None:
             faulthandler.dump_traceback_later(self.limit, file=self._file)
 
     def pause(self) -> None:
-        """Notes that until the next call of `step`, nothing is a step: a checkpoint, an
+        """Notes that no step runs until the next call of `step`, but a checkpoint or an
         evaluation."""
         self._since = None
         if self._factor and self._file is not None:

@@ -1,8 +1,8 @@
-"""The log of a run: a line a person reads, files that a program reads, and boards in a browser.
+"""Logs a run: in a progress line for people, files for programs, and boards in a browser.
 
-`metrics.jsonl` has a record at every logged step, `evaluation.jsonl` at every evaluation. After a
-restart they are cut back to the step that the run goes on from, so that they read as if the run had
-never stopped. Boards are TensorBoard, and Weights & Biases.
+`metrics.jsonl` has a record for every logged step, `evaluation.jsonl` for every evaluation. After a
+restart they are cut back to the step from which the run continues, so that they read as if it had
+never stopped. Boards are TensorBoard and Weights & Biases.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.progress import ProgressBar, clock
 
 WANDB_ID = "wandb.id"
-"""In the run's folder: the id of its W&B run, so that a restart goes on with it."""
+"""A file in the run's folder with the id of its W&B run, so that a restart continues it."""
 
 
 class Sink(Protocol):
-    """Takes records besides the JSONL file."""
+    """Receives records in addition to the JSONL file."""
 
     def write(self, step: int, record: Record) -> None: ...
 
@@ -38,10 +38,10 @@ class Sink(Protocol):
 
 
 def check_boards(section: MetricsSection) -> None:
-    """Imports what the recipe's boards need; done before anything is loaded.
+    """Imports the packages that the recipe's boards need; called before anything is loaded.
 
     Raises:
-      InputError: the field, and how to install what is missing.
+      InputError: a package is missing; the message names the field and how to install it.
     """
     if section.tensorboard:
         _needed("tensorboardX", "metrics.tensorboard", '"wedlm-jax[tensorboard]"')
@@ -72,7 +72,7 @@ class TensorBoard:
     def __init__(self, folder: Path, done: int):
         from tensorboardX import SummaryWriter
 
-        # What an earlier attempt wrote after the step that the run resumes from is purged.
+        # Purges what an earlier attempt wrote after the step from which the run resumes.
         self._writer = SummaryWriter(str(folder), purge_step=done + 1)
 
     def write(self, step: int, record: Record) -> None:
@@ -84,7 +84,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """Writes to a run of Weights & Biases, named like the run's folder; its id is drawn once."""
+    """Writes to a Weights & Biases run, named like the run's folder; its id is generated once."""
 
     def __init__(self, project: str, folder: Path, settings: dict[str, Any]):
         import wandb
@@ -106,7 +106,7 @@ class Wandb:
 
 
 def run_id(folder: Path) -> str:
-    """Returns the id kept in a run's folder; drawn where there is none."""
+    """Returns the id stored in a run's folder; generates one if there is none."""
     path = folder / WANDB_ID
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:16] + "\n", encoding="utf-8")
@@ -123,7 +123,7 @@ SHOWN = {
     "learning_rate": "lr",
     "mfu": "mfu",
 }
-"""On the line for a person, in this order and by these names; all else is in the files."""
+"""What the progress line shows, in this order and with these names; the files have the rest."""
 
 
 class NoLog:
@@ -152,7 +152,7 @@ class MetricsLog(NoLog):
       total_steps: steps of the whole run.
       done: completed steps; later records in the files are dropped.
       title: title of the bar.
-      sinks: where records go, too.
+      sinks: further receivers of records.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class MetricsLog(NoLog):
         self._started = time.monotonic()
 
     def write(self, step: int, record: Record) -> None:
-        """Logs one record; it has ``step_seconds`` and ``tokens_per_second``."""
+        """Logs one record, which must have ``step_seconds`` and ``tokens_per_second``."""
         self._expecting.close()
         self._file.write(as_json(step, record))
         self._file.flush()
@@ -187,11 +187,11 @@ class MetricsLog(NoLog):
         self._bar.update(step, text=", ".join(shown), seconds_left=left)
 
     def step(self, step: int) -> None:
-        """Moves the bar to a step that is done."""
+        """Moves the bar to a completed step."""
         self._bar.move(step)
 
     def expect(self, step: int) -> None:
-        """Shows how far the steps are until the first record, which comes after ``step``."""
+        """Shows, until the first record comes, that it comes after ``step``."""
 
         def text(seconds: float) -> str:
             return f"losses come after step {step}, {seconds:.0f} s so far"
@@ -199,12 +199,12 @@ class MetricsLog(NoLog):
         self._expecting.enter_context(self._bar.saying(text))
 
     def saying(self, text: Callable[[float], str]) -> AbstractContextManager[None]:
-        """Shows what the block does once it takes this many seconds (`ProgressBar.saying`)."""
+        """Shows what the block is doing, given the seconds so far (`ProgressBar.saying`)."""
         self._expecting.close()
         return self._bar.saying(text)
 
     def evaluated(self, step: int, record: Record) -> None:
-        """Logs what an evaluation found; on boards under ``evaluation/``."""
+        """Logs the result of an evaluation; boards show it under ``evaluation/``."""
         with (self._folder / EVALUATION).open("a", encoding="utf-8") as file:
             file.write(as_json(step, record))
         for sink in self._sinks:
@@ -219,7 +219,7 @@ class MetricsLog(NoLog):
 
 
 def evaluated_steps(folder: Path) -> set[int]:
-    """Returns the steps of a run that have an evaluation in its log; what a crash left of a line
+    """Returns the steps of a run that have an evaluation in its log; a line that a crash cut off
     does not count."""
     path, steps = folder / EVALUATION, set[int]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:

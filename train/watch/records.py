@@ -1,5 +1,5 @@
-"""Numbers of steps on their way to the log: from the devices to the host, as means over an
-interval, as lines of JSONL files; and the steps that were skipped among them.
+"""Brings the metrics of steps from the devices to the log, as means over an interval and as lines
+of JSONL files; records skipped steps.
 """
 
 from __future__ import annotations
@@ -31,28 +31,29 @@ COUNT_OF = {
     "overlap_by_offset": "masks_by_offset",
     "tokens_per_forward": "windows",
 }
-"""The count, among a step's `COUNTS`, that a mean of the step was divided by."""
+"""For each mean of a step: the name in `COUNTS` of the count by which it was divided."""
 BY_SOURCE = {"mlm_loss_by_source": "mlm_by_source", "ar_loss_by_source": "ar_by_source"}
-"""Losses of a step by source of the data, and their counts."""
+"""Losses of a step by data source, and the names of their counts."""
 TOKENS = "tokens_by_source"
-"""Among a step's `COUNTS`: the tokens of each source."""
+"""The name in a step's `COUNTS` of the number of tokens of each source."""
 NEWEST = ("learning_rate",)
-"""Of these the newest step's is reported."""
+"""Metrics that are not averaged: the newest step's value is reported."""
 
 
 class Interval:
-    """Means over the steps since the last record.
+    """Computes means over the steps since the last record.
 
-    A loss or an accuracy is weighted by what it was divided by in its step, so that the mean is
-    that of all tokens of the interval; ``loss`` is recomputed from them. Other numbers
-    are means over the steps. Steps that were skipped count in ``skipped`` and in nothing else.
+    A loss or an accuracy is weighted by the count that it was divided by in its step, so that the
+    mean is over all tokens of the interval; ``loss`` is recomputed from these means. Other numbers
+    are means over the steps. Skipped steps count only in ``skipped``.
 
-    A loss by source becomes a number for each, ``mlm_loss/NAME``, and ``tokens/NAME`` counts the
-    tokens of the interval. They are kept by name, so that a run may go on with other sources.
+    A loss by source becomes a number per source, ``mlm_loss/NAME``, and ``tokens/NAME`` counts the
+    source's tokens in the interval. Both are stored by name, so a run can continue with other
+    sources.
 
     Args:
       ar_weight: a in (MLM + a AR) / (1 + a).
-      sources: names of the sources, where steps tell losses by source.
+      sources: names of the sources, if steps report losses by source.
     """
 
     def __init__(self, ar_weight: float = 1.0, sources: Sequence[str] = ()):
@@ -71,10 +72,10 @@ class Interval:
         return not (self._sums or self._skipped)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Counts one step.
+        """Adds the metrics of one step.
 
         Args:
-          metrics: on the host, as `train.step.make_train_step` gives them.
+          metrics: the metrics on the host, as described in `train.step.make_train_step`.
         """
         self._newest = {name: float(metrics[name]) for name in NEWEST if name in metrics}
         if metrics.get("skipped"):
@@ -82,11 +83,11 @@ class Interval:
             return
         counts = metrics.get(COUNTS, {})
         for name, value, weight in self._weighted(metrics, counts):
-            # What nothing was counted for is 0 in the step, and weighs nothing.
+            # A mean over nothing is 0 in the step, and its weight is 0.
             self._sums[name] = self._sums.get(name, 0.0) + weight * np.float64(value)
             self._weights[name] = self._weights.get(name, 0.0) + weight
         for source, tokens in self._by_source(counts.get(TOKENS, ())):
-            if tokens:  # a phase has not all sources
+            if tokens:  # a phase may not have all sources
                 name = f"tokens/{source}"
                 self._tokens[name] = self._tokens.get(name, 0.0) + float(tokens)
 
@@ -123,7 +124,7 @@ class Interval:
         return record
 
     def state(self) -> dict[str, Any]:
-        """Returns all of it, for a line of JSON."""
+        """Returns the whole state, for a line of JSON."""
         return {
             "sums": {name: np.asarray(x).tolist() for name, x in self._sums.items()},
             "weights": {name: np.asarray(x).tolist() for name, x in self._weights.items()},
@@ -133,7 +134,7 @@ class Interval:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Restores what `state` returned."""
         self._sums = {name: np.float64(x) for name, x in state["sums"].items()}
         self._weights = {name: np.float64(x) for name, x in state["weights"].items()}
         self._newest, self._skipped = dict(state["newest"]), int(state["skipped"])
@@ -142,8 +143,8 @@ class Interval:
 
 def flatten(metrics: Mapping[str, Any]) -> Record:
     """Returns metrics of a step as plain numbers. The MLM loss by mask ratio becomes a number per
-    bin, ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out. What is by a draft's offset
-    becomes ``agreement_1``, ``agreement_2``, ..."""
+    bin, ``mlm_loss_ratio_0.25_0.50``; bins without a mask are left out. Metrics by a draft's offset
+    become ``agreement_1``, ``agreement_2``, ..."""
     record: Record = {}
     for name, value in metrics.items():
         if name.endswith("_by_offset"):
@@ -162,16 +163,15 @@ def flatten(metrics: Mapping[str, Any]) -> Record:
 
 
 def as_json(step: int, record: Mapping[str, float], **more: Any) -> str:
-    """Returns a line of a JSONL file. JSON has no word for what is not finite: it becomes null.
-
-    ``more`` follows the numbers as it is.
+    """Returns a line of a JSONL file. Numbers that are not finite become null, since JSON cannot
+    represent them. ``more`` follows the numbers unchanged.
     """
     known = {name: x if math.isfinite(x) else None for name, x in record.items()}
     return json.dumps({"step": step, **known, **more}, ensure_ascii=False) + "\n"
 
 
 def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drops the records after ``step``, and what a crash left of a line; returns the rest."""
+    """Drops the records after ``step`` and a line that a crash cut off; returns the rest."""
     if not path.exists():
         return []
     kept, records = [], []
@@ -190,8 +190,8 @@ def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
 
 SKIPPED = "skipped.jsonl"
 INTERVAL = "interval.jsonl"
-"""What had been averaged at each checkpoint within a logging interval, so that a run that goes on
-from there logs the same means."""
+"""The file of the running means at each checkpoint within a logging interval, so that a run that
+continues from there logs the same means."""
 
 
 class TooManySkipped(InputError):
@@ -201,17 +201,17 @@ class TooManySkipped(InputError):
 class PendingMetrics:
     """Collects metrics of the steps since the last record.
 
-    Each skipped step is a line in ``skipped.jsonl``, with the number of its batch and where its
-    rows stand, those of each process apart.
+    Each skipped step becomes a line in ``skipped.jsonl``, with the number of its batch and, for
+    each process, where its rows are stored.
 
     Args:
       output: the run's folder.
-      max_skipped: steps skipped in a row that end the run.
-      read_from: gives, for a step counted from 0, the files that each process reads of its batch
-        and the numbers of the rows in each.
+      max_skipped: number of steps skipped in a row that ends the run.
+      read_from: returns, for a step counted from 0, the files that each process reads for its
+        batch, and the numbers of the rows in each.
       ar_weight, sources: as in `Interval`.
       skipped: the batches that no step reads.
-      done: completed steps; means of the interval that was open then go on.
+      done: completed steps; the means of the interval that was open then are continued.
     """
 
     def __init__(
@@ -236,22 +236,22 @@ class PendingMetrics:
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Takes the metrics of a step that has been sent to the devices, and waits for the step
-        before it: the host is never more than a step ahead, and its clock tells the truth."""
+        before it, so that the host is never more than a step ahead and its timings are right."""
         if self._waiting:
             jax.block_until_ready(self._waiting[-1][1])
         self._waiting.append((step, metrics))
 
     def record(self) -> Record:
-        """Means over the steps since the last record; waits for the newest.
+        """Returns the means over the steps since the last record; waits for the newest step.
 
         Raises:
-          TooManySkipped: more steps in a row were skipped than allowed.
+          TooManySkipped: as many steps in a row were skipped as the recipe allows.
         """
         self.gather()
         return self._interval.record()
 
     def keep(self, step: int) -> None:
-        """Writes down what a run that goes on from ``step`` needs of these; raises as `record`."""
+        """Saves the running means for a run that continues from ``step``; raises as `record`."""
         self.gather()
         if is_first() and not self._interval.empty:
             line = json.dumps({"step": step, **self._interval.state()}) + "\n"

@@ -1,6 +1,6 @@
-"""Where the time of a run went, restarts and what had to be done again included: its goodput.
+"""Measures where the time of a run went, including restarts and repeated steps: its goodput.
 
-Each attempt at a run counts seconds by what they were spent on; what is left is steps.
+Each attempt at a run counts seconds by what they were spent on; the remaining time is steps.
 `time.json` in the run's folder keeps the attempts, so the shares are those of the whole run.
 """
 
@@ -20,7 +20,7 @@ from wedlm_jax.host.progress import clock
 
 FILE = "time.json"
 KINDS = ("start", "compile", "input", "checkpoint", "evaluation")
-"""What time is spent on besides steps. ``input`` is what the host waited for its batches."""
+"""What time is spent on apart from steps. ``input`` is the time the host waited for batches."""
 WRITE_EVERY_S = 30.0
 WORDS = {
     "start": "starting",
@@ -28,20 +28,20 @@ WORDS = {
     "input": "waiting for input",
     "checkpoint": "saving states",
     "evaluation": "evaluations",
-    "redone": "steps done again",
-    "restart": "between the attempts and starting again",
+    "redone": "repeated steps",
+    "restart": "between attempts and restarting",
 }
-"""What the last line calls the shares, where their names do not say it."""
+"""What the last line calls shares whose names are not clear enough."""
 
 
 @dataclasses.dataclass
 class Attempt:
-    """Describes one process's try at the run.
+    """Describes one attempt at the run.
 
     Attributes:
-      begun, seen: seconds since 1970 at its begin and when it last wrote this down.
-      first, last: completed steps at its begin and then.
-      seconds: by kind, of `KINDS`.
+      begun, seen: seconds since 1970 when it began and when this was last updated.
+      first, last: completed steps at these two times.
+      seconds: seconds spent, by kind (`KINDS`).
     """
 
     begun: float
@@ -56,10 +56,10 @@ class Attempt:
 
 
 def shares(attempts: Sequence[Attempt]) -> Record:
-    """Returns what the time from the first attempt's begin to now was spent on, as shares of 1.
+    """Returns what the time since the first attempt began was spent on, as shares of 1.
 
     ``steps`` is the goodput: steps whose result was kept. ``redone`` are steps that a later
-    attempt had to do again, ``restart`` is the time between attempts and until the later ones
+    attempt had to repeat, ``restart`` is the time between attempts and until the later ones
     had a state.
     """
     spent = dict.fromkeys(("steps", *KINDS, "redone", "restart"), 0.0)
@@ -79,10 +79,10 @@ def shares(attempts: Sequence[Attempt]) -> Record:
 
 
 class RunTime:
-    """Keeps the time of one attempt; made when it begins.
+    """Measures the time of one attempt; created when it begins.
 
     Args:
-      now: seconds since 1970.
+      now: a clock in seconds since 1970.
     """
 
     def __init__(self, now: Callable[[], float] = time.time):
@@ -109,7 +109,7 @@ class RunTime:
             self._attempt.seconds[kind] += self._now() - started
 
     def begin(self, output: Path, done: int) -> None:
-        """Notes that training begins: the state is there, ``done`` steps are completed."""
+        """Notes that training begins: the state is ready, and ``done`` steps are completed."""
         attempt = self._attempt
         attempt.first = attempt.last = done
         known = sum(attempt.seconds.values())
@@ -118,8 +118,8 @@ class RunTime:
         self._read, self._at_reading = self._now(), dict(attempt.seconds)
 
     def step(self, step: int, tokens: int, flops: float = 0.0) -> None:
-        """Notes that ``step`` steps are completed, or on their way; the newest has this many tokens
-        and products of the model."""
+        """Notes that ``step`` steps are completed or running; the newest has this many tokens and
+        FLOP of the model."""
         self._steps, self._tokens, self._flops = (
             self._steps + 1,
             self._tokens + tokens,
@@ -129,8 +129,8 @@ class RunTime:
 
     def read(self, peak_flops: float | None = None) -> Record:
         """Returns ``step_seconds``, ``tokens_per_second`` and ``input_wait`` (share of the time)
-        since the last reading, without checkpoints, evaluations and compiling; ``goodput`` of the
-        run; and ``mfu`` where the devices' peak is known."""
+        since the last reading, excluding checkpoints, evaluations and compiling; ``goodput`` of the
+        run; and ``mfu`` if the devices' peak is known."""
         now, seconds = self._now(), self._attempt.seconds
         since = {kind: seconds[kind] - self._at_reading[kind] for kind in KINDS}
         trained = max(now - self._read - sum(since.values()) + since["input"], 1e-9)
@@ -147,7 +147,7 @@ class RunTime:
         return record
 
     def shares(self) -> Record:
-        """Returns the `shares` of the run until now; written to its folder now and then."""
+        """Returns the `shares` of the run so far; from time to time writes the attempts, too."""
         attempt = self._attempt
         attempt.seen = self._now()
         if attempt.seen - self._written > WRITE_EVERY_S:
@@ -155,13 +155,13 @@ class RunTime:
         return shares([*self._before, attempt])
 
     def write(self) -> None:
-        """Writes the attempts down."""
+        """Writes the attempts to the run's folder."""
         self._attempt.seen = self._written = self._now()
         if self._path is not None and is_first():
             write_json(self._path, [dataclasses.asdict(a) for a in (*self._before, self._attempt)])
 
     def close(self) -> None:
-        """Prints and writes down where the time went."""
+        """Writes the attempts, and prints where the time went."""
         self.write()
         whole = clock(self._attempt.seen - [*self._before, self._attempt][0].begun)
         of = f", {len(self._before) + 1} attempts" if self._before else ""
@@ -171,7 +171,7 @@ class RunTime:
 
 
 def read_attempts(path: Path) -> list[Attempt]:
-    """Reads earlier attempts at a run; none where the file is not there, or not whole."""
+    """Reads earlier attempts at a run; returns none if the file is missing or damaged."""
     try:
         return [Attempt(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
     except (OSError, ValueError, TypeError):

@@ -172,7 +172,7 @@ def test_what_is_refused_leaves_nothing(inputs, tmp_path, changes, sentence):
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "mine").write_text("keep")
-    with pytest.raises(InputError, match="rows: is there already"):
+    with pytest.raises(InputError, match="rows: already exists"):
         tokenised([inputs], tmp_path / "rows")
     assert contents(tmp_path / "rows") == {"mine": b"keep"}
 
@@ -181,7 +181,7 @@ def test_what_is_refused_leaves_nothing(inputs, tmp_path, changes, sentence):
     ("records", "format", "sentence"),
     [
         ([], "auto", "the input has no records"),
-        (BAD, "auto", r"no record of 3 can be used; most often: wrong type, as in .*:1"),
+        (BAD, "auto", r"none of 3 records can be used; most often: wrong type, as in .*:1"),
         ([{"token_ids": [5]}], "completions", r"a.jsonl:1 \(no 'prompt_token_ids', which `wedlm"),
     ],
 )
@@ -204,7 +204,7 @@ def test_the_command_says_what_it_made_and_what_it_left_out(inputs, tmp_path, ca
     said = say(capsys, inputs, tmp_path / "rows", "--end-tokens", "2")
     assert f"1 files of other kinds are not read: {inputs / 'notes.md'}" in said
     assert "filled" in said
-    assert "4 records left out, all named in" in said
+    assert "4 records left out, listed in" in said
     assert f"  2 wrong type: {inputs / 'a.jsonl'}:31, {inputs / 'a.jsonl'}:33" in said
     assert read_manifest(tmp_path / "rows").made_with["end_tokens"] == 2
     assert main(command(inputs, tmp_path / "rows")) == 2
@@ -244,7 +244,7 @@ def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path):
         for number in range(20):
             said = list(threads.map(begin, [number] * len(plans), plans))
             assert said.count("begun") == 1
-            assert sum("was begun by a job of other settings" in text for text in said) == 7
+            assert sum("was begun by a job with other settings" in text for text in said) == 7
 
 
 def test_the_command_says_how_many_turns_the_template_changed(small_parts, tmp_path, capsys):
@@ -277,7 +277,7 @@ def test_special_tokens_in_messages_are_text_unless_they_are_trusted(small_parts
     count = 2 * (len(CHAT) + len(turns) + 2)
 
     said = say(capsys, tmp_path / "in", tmp_path / "rows")
-    line = "4 records spell special tokens in messages, which are text; --trust-special-tokens"
+    line = "4 records spell special tokens in messages, read as text; --trust-special-tokens"
     assert line in said
     assert "the chat template changed" not in said
     made = read_manifest(tmp_path / "rows")
@@ -356,9 +356,9 @@ def test_a_job_goes_on_with_the_parts_that_are_made(parted, tmp_path):
     with pytest.raises(KeyboardInterrupt):  # during the last part
         tokenise(job, dies(sum(path.stat().st_size for path in parted[:2])))
     assert {path: path.stat().st_mtime_ns for path in made} == made
-    with pytest.raises(InputError, match=r"\.wedlm-part: was begun by a job of other settings"):
+    with pytest.raises(InputError, match=r"\.wedlm-part: was begun by a job with other settings"):
         tokenised(parted, tmp_path / "rows", shard_rows=5)
-    with pytest.raises(InputError, match=r"\.wedlm-part: was begun by a job of other settings"):
+    with pytest.raises(InputError, match=r"\.wedlm-part: was begun by a job with other settings"):
         tokenised(parted[:2], tmp_path / "rows", shard_rows=4)
     tokenise(job, silent)
     assert contents(tmp_path / "rows") == contents(tmp_path / "whole")

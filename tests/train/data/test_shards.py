@@ -109,16 +109,16 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path):
         read_manifest(tmp_path / "a.jsonl")
     shards = read_manifest(folder).shards
     (folder / shards[0].file).write_bytes(b"cut")
-    with pytest.raises(InputError, match=r"rows-00000-of-.*: of 3 bytes, where .* says"):
+    with pytest.raises(InputError, match=r"rows-00000-of-.*: has 3 bytes, but .* says"):
         read_manifest(folder)
     (folder / shards[0].file).unlink()
-    with pytest.raises(InputError, match=r"rows-00000-of-.*: missing, where"):
+    with pytest.raises(InputError, match=r"rows-00000-of-.*: is missing, but"):
         read_manifest(folder)
     fields = json.loads((folder / "dataset.json").read_text())
     for broken, reason in (
         ("{", "not a manifest"),
         ("[]", "not a manifest"),
-        (json.dumps({**fields, "version": 2}), "version 2, where 1 is read here"),
+        (json.dumps({**fields, "version": 2}), "version 2; only version 1 is supported"),
         (json.dumps({**fields, "colour": 1}), "not a manifest"),
     ):
         (folder / "dataset.json").write_text(broken)
@@ -205,7 +205,7 @@ def test_the_samples_of_a_row_are_told_with_their_text(shard, capsys):
     ("file", "row", "sentence"),
     [
         ("none.arrayrecord", "0", "none.arrayrecord: no such file"),
-        ("text.arrayrecord", "0", "text.arrayrecord: no file of packed rows"),
+        ("text.arrayrecord", "0", "text.arrayrecord: not a file of packed rows"),
         ("", "7", "no row 7; it has rows 0 to 0"),
     ],
 )

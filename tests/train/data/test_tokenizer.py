@@ -109,7 +109,7 @@ def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
     assert codec.tokenizer.mask_token == "<|mask|>"
     assert codec.tokenizer.eos_token == "<|im_end|>"
     assert codec.decode(codec.encode_chat(TURNS[:1])) == "user\nping ping\nassistant\n"
-    with pytest.raises(InputError, match="is there already"):
+    with pytest.raises(InputError, match="already exists"):
         main(options)
     rows = ["--tokenizer", str(folder), "--row-length", "64", "--output", str(tmp_path / "rows")]
     assert tokenize(["--input", str(source), *rows]) == 0

@@ -275,5 +275,5 @@ def test_what_a_run_takes_is_told_and_too_much_is_warned_of():
     ]
     warned = epochs_of(recipe(steps=81)).lines(0)
     assert [line.partition(":")[0] for line in warned] == ["a", "warning", "b"]
-    assert "a: more than 4 epochs, from where on" in warned[1]
+    assert "a: more than 4 epochs, after which" in warned[1]
     assert not any("warning" in line for line in epochs_of(recipe(steps=80)).lines(0))

@@ -341,7 +341,7 @@ def test_a_second_attempt_goes_on_with_the_file(tmp_path, capsys):
     assert said == [
         "time since the run began (0:10): steps 100.0%",
         "time since the run began (0:30, 2 attempts): steps 66.7%, "
-        "between the attempts and starting again 33.3%",
+        "between attempts and restarting 33.3%",
     ]
     (tmp_path / "time.json").write_text('[{"begun": 1')
     assert read_attempts(tmp_path / "time.json") == []
