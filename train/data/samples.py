@@ -245,8 +245,8 @@ class SampleMaker:
         self, prompt: str, completion: str, beside: Mapping[str, Any], place: str
     ) -> TokenisedSample:
         """Returns the sample of a prompt, not trained on, and its completion: a user's and an
-        assistant's turn of the chat template or, without a template, their tokens, with an end
-        token."""
+        assistant's turn of the chat template or, without a template, both texts, tokenised
+        separately, with an end token."""
         if self._codec.has_chat_template:
             messages = [
                 {"role": "user", "content": prompt},
