@@ -176,7 +176,7 @@ def test_conversations_add_the_end_of_their_turns(plain_base, tmp_path, capsys):
     config.data.sources = {texts: 0.5, chats: 0.5}
     model = recipe_model(config, plain_base)
     assert model.eos_token_ids == (EOS, DOCUMENT)
-    assert f"turns end with the token {EOS}" in capsys.readouterr().out
+    assert f"turns end with token {EOS}" in capsys.readouterr().out
 
     # Ends that a model has stay in their order.
     config.model.architecture = {"eos_token_id": [DOCUMENT, EOS]}
