@@ -279,7 +279,7 @@ def test_the_first_peak_that_leaves_a_tenth_is_found_in_three(index):
 
 
 def test_what_fits_nowhere_is_refused():
-    with pytest.raises(InputError, match=r"10% of a device's 2.0 GiB: .* takes 1.9 GiB"):
+    with pytest.raises(InputError, match=r"10% of a device's 2.0 GiB free: .* takes 1.9 GiB"):
         first_that_fits([lambda: 2**31 - 2**27] * 3, 2**31, 1)
     with pytest.raises(InputError, match="takes more than there is"):
         first_that_fits([lambda: None] * 3, 2**31, 1)
