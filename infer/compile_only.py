@@ -91,7 +91,8 @@ class Forward:
     Attributes:
       tokens: tokens that pass through the layers of a replica.
       flops: FLOP of matrix products.
-      least_bytes: bytes read from HBM: the weights and all keys and values, once.
+      least_bytes: bytes read from HBM: the weights once, and all keys and values (twice with backup
+        masks).
       sent_bytes: bytes sent to other chips: the sums after attention and MLP of each layer.
       bound: lower bounds of the time.
       expected: seconds at `PRODUCTS` and `BANDWIDTH`.

@@ -7,7 +7,7 @@ completion from its first token, so that −1 is the prompt's last token::
       "model": "WeDLM-8B", "prompt": "Count to ten.",      absent if unknown
       "mode": "verified", "window_size": 16,               0: AR; null: chosen
       "prompt_tokens": 12, "finish_reason": "stop",
-      "options": {"temperature": 0.0, ...},                that differ from the mode's own
+      "options": {"temperature": 0.0, ...},                those of `TOLD`
       "tokens": {"15": "0", ...},                          the text of each id below
       "forwards": [{
         "seconds": 0.031,          since the first forward began

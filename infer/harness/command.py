@@ -80,7 +80,7 @@ def _tasks(options: Mapping[str, Any]) -> tuple[Any, list[str]]:
             except Exception as error:
                 # Tasks run their own code and fetch data with other libraries.
                 reason = shortened(f"{type(error).__name__}: {error}")
-                raise InputError(f"--tasks: cannot be loaded ({reason})") from error
+                raise InputError(f"--tasks: cannot load {task_list} ({reason})") from error
 
     folders = options["include_path"]
     for folder in folders:

@@ -195,7 +195,9 @@ class MeshSection:
 class MetricsSection:
     tensorboard: bool = field(False, "write events for TensorBoard to <output>/tensorboard")
     wandb: str | None = field(None, "Weights & Biases project to log to; null: none")
-    profile_from: int = field(0, "first step to profile, for xprof, in <output>/profile", low=0)
+    profile_from: int = field(
+        0, "steps before those that are profiled, for xprof, in <output>/profile", low=0
+    )
     profile_steps: int = field(0, "number of steps to profile; 0: no profile", low=0)
     norms: bool = field(True, "measure norms of parameters and updates, by group")
     stall_factor: float = field(

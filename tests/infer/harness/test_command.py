@@ -69,7 +69,7 @@ def test_answers_may_be_bounded_and_documents_left_out(checkpoint, tasks, tmp_pa
 BAD_OPTIONS = {
     "--tasks TASKS/none.yaml": "none.yaml: no such file",
     "--tasks write --include-path TASKS/none": "no such folder",
-    "--tasks TASKS/broken.yaml": "cannot be loaded",
+    "--tasks TASKS/broken.yaml": "cannot load .*broken.yaml",
     "--tasks write --include-path TASKS --model no/such/dir": "no/such/dir",
     "--tasks write --include-path TASKS --entropy-threshold 0.2 0.4": "expected one",
 }
