@@ -47,6 +47,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+# Imported here only: each module that imported it would get a bucket of its own, and a test could
+# tell one bucket to refuse what its clients ask of another.
+from tests.emulated_bucket import bucket as bucket
 from tests.examples.decode import DRAWN, TINY, small_engine
 from tests.forward_sizes import one_size, two_sizes
 from wedlm_jax.engine.engine import Engine

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.data import corpus_rows
 from tests.examples.tiny_run import changed, metric_lines, run_until_killed, tiny_recipe

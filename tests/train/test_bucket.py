@@ -7,7 +7,6 @@ import time
 import pytest
 
 import train.checkpoint
-from tests.emulated_bucket import bucket as bucket
 from tests.emulated_bucket import clients
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import (

@@ -8,7 +8,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from tests.emulated_bucket import bucket as bucket
 from train.checkpoint import Checkpoints, checksums
 from train.step import TrainState
 from wedlm_jax.errors import InputError

@@ -10,7 +10,6 @@ import pytest
 
 from infer.evaluate import check
 from infer.generate import check_trace
-from tests.emulated_bucket import bucket as bucket
 from tests.examples.checkpoints import assert_same_bits, hf_values, write_tiny
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.info import describe as describe_checkpoint
