@@ -16,9 +16,9 @@ from wedlm_jax.host.signals import exit_process
 SUBCOMMANDS = {
     "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
-    "chat": ("infer.chat.command", "talk with a model in the terminal"),
+    "chat": ("infer.chat.command", "chat with a model in the terminal"),
     "plot": ("infer.plots", "draw a trace of `wedlm generate --trace`"),
-    "serve": ("infer.serve.command", "answer programs that speak the OpenAI API"),
+    "serve": ("infer.serve.command", "serve a model over the OpenAI API"),
     "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
     "bench": (
         "infer.bench.command",
@@ -27,17 +27,17 @@ SUBCOMMANDS = {
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
     "tokenizer": ("train.data.tokenizer", "make a tokenizer from texts and conversations"),
-    "rows": ("train.data.shards", "packed training rows as text"),
+    "rows": ("train.data.shards", "show packed training rows as text"),
     "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
     "export": (
         "wedlm_jax.checkpoint.convert:export",
         "a checkpoint for programs that do not know WeDLM",
     ),
-    "info": ("wedlm_jax.checkpoint.info", "what a checkpoint folder is"),
+    "info": ("wedlm_jax.checkpoint.info", "describe a checkpoint folder"),
 }
 
 HELP = """\
-usage: wedlm COMMAND [options]        (wedlm COMMAND --help tells more)
+usage: wedlm COMMAND [options]        (details: wedlm COMMAND --help)
 
 Causal diffusion language models in JAX: WeDLM fills several masked tokens per
 forward pass under causal attention.
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def process() -> NoReturn:
-    """Runs a subcommand as the whole of a process, which ends with it."""
+    """Runs a subcommand and ends the process with its exit status."""
     exit_process(main())
 
 

@@ -1,4 +1,4 @@
-"""The result of a prompt: without text from the engine, with text from `wedlm_jax.llm.LLM`."""
+"""The result of one prompt; the engine leaves its text out, `wedlm_jax.llm.LLM` adds it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.errors import did_you_mean
 
 ELSEWHERE = {
-    "outputs": "what vLLM has in outputs[0] is its own here (.text, .token_ids, .finish_reason), "
-    "and .samples are all n of them",
+    "outputs": "use .text, .token_ids and .finish_reason in place of vLLM's outputs[0]; "
+    ".samples has all n completions",
     "cumulative_logprob": "it is sum(token.logprob for token in completion.logprobs)",
     "prompt": "prompts are not kept: completions come in the order of the prompts",
     "prompt_token_ids": "prompts are not kept: completions come in the order of the prompts",
@@ -24,7 +24,7 @@ ELSEWHERE = {
 
 
 class Drafts(NamedTuple):
-    """Counts of drafts by their source: how many were checked, and how many of these accepted."""
+    """Counts of drafts by their source: how many were checked, and how many accepted."""
 
     masks: int = 0
     masks_accepted: int = 0
@@ -33,7 +33,7 @@ class Drafts(NamedTuple):
 
     @staticmethod
     def read(codes: Sequence[int] | np.ndarray) -> Drafts:
-        """Returns the sum of counts that `wedlm_jax.decode.loop.draft_code` has encoded."""
+        """Returns the sum of counts encoded by `wedlm_jax.decode.loop.draft_code`."""
         code = np.asarray(codes, np.int64)
         parts = (code & 0xFFF, code >> 12 & 0xFFF, code >> 24 & 0xF, code >> 28 & 0xF)
         return Drafts(*(int(part.sum()) for part in parts))
@@ -66,7 +66,7 @@ class Completion:
       num_token_instances: active window slots, summed over those forwards; AR has one per forward.
       logprobs: log-probabilities of ``token_ids``; None unless requested.
       further: the prompt's other samples if ``SamplingParams.n`` is above 1; this is the first.
-      num_cached_tokens: tokens of the prompt found in the prefix cache.
+      num_cached_tokens: prompt tokens found in the prefix cache.
       forwards_at, instances_at: ``num_forwards`` and ``num_token_instances`` when each of
         ``token_ids`` was committed.
       drafts_at: the drafts that were checked then, encoded; `drafts` is their sum.

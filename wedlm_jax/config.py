@@ -118,7 +118,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 they have no effect. Null has no effect, either."""
 
 QWEN_WINDOW, QWEN_MAX_WINDOW_LAYERS = 4096, 28
-"""The defaults of a Qwen's config.json."""
+"""The defaults in a Qwen config.json."""
 
 # The published WeDLM checkpoints leave `mask_token_id` null and use this row of
 # the padded Qwen vocabulary.
@@ -203,13 +203,13 @@ class ModelConfig:
         for name, value in [*ids, *(("eos_token_id", one) for one in self.eos_token_ids)]:
             if type(value) is not int or not 0 <= value < self.vocab_size:
                 raise InputError(
-                    f"model config: expected a token id of the vocabulary of {self.vocab_size} as "
-                    f"{name}, not {value!r}"
+                    f"model config: {name} must be a token id below vocab_size "
+                    f"({self.vocab_size}), not {value!r}"
                 )
         if self.mask_token_id is not None and self.mask_token_id in self.eos_token_ids:
             raise InputError(
-                f"model config: mask_token_id {self.mask_token_id} is an eos_token_id, too; a mask "
-                "must be no token that texts have"
+                f"model config: mask_token_id {self.mask_token_id} is also an eos_token_id; the "
+                "mask must be a token that never occurs in texts"
             )
 
     @property
@@ -222,7 +222,7 @@ class ModelConfig:
         if self.mask_token_id is None:
             raise InputError(
                 "this model has no mask_token_id, which masked decoding and WeDLM training need: "
-                "`wedlm train` chooses one; decode autoregressively, with a window of 0, until then"
+                "`wedlm train` chooses one; until then, decode autoregressively, with a window of 0"
             )
         return self.mask_token_id
 
@@ -238,8 +238,8 @@ class ModelConfig:
 
     @property
     def attention_per_place(self) -> int:
-        """The multiplications of a token's attention to one place, over all layers: for the score
-        and for the weighted value. (A token's linear layers take one for each parameter.)"""
+        """The multiplications for a token's attention to one place, over all layers: for the score
+        and for the weighted value. (A token's linear layers take one per parameter.)"""
         return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
 
@@ -272,7 +272,7 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
     scaling = dict(raw[names[0]]) if names else {}
     if nested := [key for key, value in scaling.items() if isinstance(value, dict)]:
         raise InputError(
-            f"model config: {names[0]} has numbers for {nested[0]!r} alone, and RoPE that differs "
+            f"model config: {names[0]} has separate values for {nested[0]!r}; RoPE that differs "
             "between layers is not supported"
         )
     theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
@@ -296,7 +296,8 @@ def _add_original_length(scaling: dict[str, Any], raw: dict[str, Any]) -> None:
     inside, outside = scaling.get(name), raw.get(name)
     if inside and outside and inside != outside:
         raise InputError(
-            f"model config: {name} is {outside!r}, and {inside!r} in the RoPE scaling; expected one"
+            f"model config: {name} is {outside!r}, but {inside!r} in the RoPE scaling; expected "
+            "one value"
         )
     if not inside and (length := outside or raw.get("max_position_embeddings")):
         scaling[name] = length
@@ -389,7 +390,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         heads = _require_size("num_attention_heads", raw["num_attention_heads"])
         width = _require_size("hidden_size", raw["hidden_size"])
         mask = raw.get("mask_token_id")
-        # A vocab_size that is no number is refused below, by ModelConfig.
+        # A vocab_size that is not a number is refused below, by ModelConfig.
         padded = isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID
         if mask is None and model_type == "wedlm" and padded:
             mask = PUBLISHED_MASK_TOKEN_ID
@@ -454,7 +455,7 @@ CONFIG_FIELDS = [
 
 
 STOCK = "stock"
-"""As the name of a model type: the stock family whose models have the same parameters."""
+"""A model type that stands for the stock family whose models have the same parameters."""
 
 
 def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -> dict[str, Any]:
@@ -464,7 +465,7 @@ def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -
     Args:
       raw: the current content.
       model_type: one of `MODEL_TYPES`, or `STOCK` for the stock family that fits.
-      config: the architecture, parts of which ``raw`` may leave to the tensors.
+      config: the architecture; ``raw`` may leave parts of it to the tensors.
 
     Raises:
       InputError: models of that type have other parameters.
@@ -473,11 +474,11 @@ def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -
     fitting = [name for name in ("qwen3", "qwen2", "llama", "mistral") if _fits(name, parts)]
     chosen = next(iter(fitting), model_type) if model_type == STOCK else model_type
     if chosen != "wedlm" and chosen not in fitting:
-        has = ", ".join(name for name, value in parts.items() if value) or "none of these parts"
+        has = ", ".join(name for name, value in parts.items() if value)
+        has = has or "neither biases nor qk_norm"
         fit = f"; expected {' or '.join(['wedlm', *fitting])}" if fitting else ""
         raise InputError(
-            f"--model-type {model_type}: its models have other parameters than {has}, "
-            f"which this one has{fit}"
+            f"--model-type {model_type}: does not match this model, which has {has}{fit}"
         )
     kept = {name: value for name, value in raw.items() if name != "auto_map"}
     # Written out, since the meaning of an omitted field depends on the type.
@@ -504,7 +505,7 @@ def _fits(model_type: str, parts: Mapping[str, bool]) -> bool:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Reads a file that holds a JSON object; returns None where there is no such file.
+    """Reads a file that holds a JSON object; returns None if there is no such file.
 
     Raises:
       InputError, StorageFailure: it holds something else, or cannot be read.

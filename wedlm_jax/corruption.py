@@ -26,10 +26,10 @@ class PackedRows:
       segment_ids: int32, 1, 2, ... for the samples of an example, 0 for padding. A sample starts at
         a multiple of the block size.
       trainable: bool; False on prompt tokens (never masked, never a target) and padding.
-      source: bool ``[R, S]``, from which of S data sources an example comes; None if losses are not
+      source: bool ``[R, S]``, which of S data sources an example comes from; None if losses are not
         reported by source.
       prediction_blocks: int32 ``[R, P]``, the blocks in the prediction stream, ascending; these
-        include all blocks with a trainable token. L / B after the last. None for all blocks.
+        include all blocks with a trainable token. Padded with L / B. None for all blocks.
     """
 
     tokens: Array

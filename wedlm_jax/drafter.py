@@ -1,8 +1,8 @@
 """Trains a drafter: masks that learn to predict the choices of a model that stays unchanged.
 
 A stock checkpoint then decodes in mode `verified` with masks that draft
-(`wedlm_jax.decode.verified`): rows of text run the unchanged weights, and adapters act on masks
-only. A mask should predict what the model's own row predicts one place earlier, when it has read
+(`wedlm_jax.decode.verified`): rows of text use the unchanged weights, and adapters act on masks
+only. A mask should predict what the model's own row predicts one place earlier, once it has read
 the tokens in between. That row is in the same forward, in the memory stream, so the teacher costs
 no extra forward.
 

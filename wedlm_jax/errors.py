@@ -23,7 +23,7 @@ class BadData(InputError):
 
 
 class StorageFailure(Exception):
-    """Storage refuses, or does not answer: a network, permissions, a full disk.
+    """Storage refuses or does not answer, because of a network, permissions or a full disk.
 
     Neither the input nor the stored data is at fault, and the same call may succeed later. The
     message is one sentence that names the file and quotes the storage's error. The command line
@@ -44,18 +44,18 @@ INTERRUPTED, PIPE_CLOSED, TERMINATED = 130, 141, 143
 script that waits for the command does not continue without its result."""
 
 EXIT_STATUS = {
-    0: "done; of a server after SIGTERM: it has given its answers",
-    FAULT: "a fault of the program, with a traceback",
-    BAD_INPUT: "options, input or files that cannot be used, in one sentence; "
-    "the same command would fail again",
+    0: "done; a server that got SIGTERM has finished its answers",
+    FAULT: "an internal error, with a traceback",
+    BAD_INPUT: "options, input or files cannot be used; the message is one sentence, and the same "
+    "command would fail again",
     BAD_DATA: "a job's records are bad: all of them, the first 1,000, or more than --max-errors; "
     "what was decoded is kept",
-    STORAGE_FAILED: "storage or a network that refuses or does not answer, such as a full disk, in "
-    "one sentence; the same command may succeed later, and goes on from what is kept",
-    INTERRUPTED: "Ctrl-C (SIGINT); the same command goes on from what is kept, and a server has "
-    "given its answers",
+    STORAGE_FAILED: "storage or a network refuses or does not answer, as with a full disk; the "
+    "message is one sentence, and the same command may succeed later, resuming from what was kept",
+    INTERRUPTED: "Ctrl-C (SIGINT); the same command resumes from what was kept, and a server has "
+    "finished its answers",
     PIPE_CLOSED: "the reader of the output has gone (SIGPIPE)",
-    TERMINATED: "SIGTERM, as before a preemption; the same command goes on from what is kept",
+    TERMINATED: "SIGTERM, as before a preemption; the same command resumes from what was kept",
 }
 """The meaning of every `wedlm` command's exit status, as printed in docs/reference.md. A restart
 loop should continue after all but 0, `BAD_INPUT`, `BAD_DATA` and signals that somebody sent."""
@@ -228,16 +228,16 @@ SYNONYMS = {
     "infer": "generate",
     "inference": "generate",
 }
-"""Other programs' names, and the names used here. Of several, the first that is known in the place
-where the name was given applies. Some include their section, since others end alike."""
+"""Other programs' names, and the names used here. If there are several, the first that is known
+where the name was given applies. Some include their section, since other names end the same."""
 
 ABSENT = {
     "beam_width": "there is no beam search",
     "enforce_eager": "it is not needed: each forward is one of a few compiled programs",
-    "gpu_memory_utilization": "it is not needed: pages take what memory the model leaves",
+    "gpu_memory_utilization": "it is not needed: pages use the memory that the model leaves",
     "num_beams": "there is no beam search",
-    "swap_space": "it is not needed: what has no room is computed again",
-    "trust_remote_code": "it is not needed: no code of a checkpoint is run",
+    "swap_space": "it is not needed: what does not fit is recomputed later",
+    "trust_remote_code": "it is not needed: code in a checkpoint is never run",
     "use_beam_search": "there is no beam search",
 }
 """Options of other programs that have no equivalent here, and why."""
@@ -287,12 +287,12 @@ def _plain(name: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a hint for an unknown name: the name that is probably meant, or all known names."""
+    """Returns a hint for an unknown name: the probable name, or all known names."""
     names = list(known)
     if reason := ABSENT.get(_plain(name)):
         return reason
     near = nearest(name, names)
-    return f"there are {', '.join(names)}" if near is None else f"did you mean {near!r}?"
+    return f"expected one of {', '.join(names)}" if near is None else f"did you mean {near!r}?"
 
 
 def refuse_unknown(fields: Mapping[str, Any], known: Sequence[str], what: str) -> None:

@@ -49,15 +49,15 @@ from wedlm_jax.text import (
 MESH_AXES = {"tensor_parallel_size": "tensor", "tp": "tensor", "data_parallel_size": "data"}
 """Other engines' names for the size of an axis of `LLM`'s mesh."""
 STREAM_SECONDS = 0.04
-"""The seconds of two bursts of a stream, each of which may yield a chunk; readers notice no less.
-"""
+"""How long two bursts of a stream should take; each may yield a chunk. Readers notice no shorter
+delay."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _with_hints(method: Callable[P, T]) -> Callable[P, T]:
-    """Adds to the error for an unknown keyword argument what was probably meant."""
+    """Adds a hint at the probable name to the error for an unknown keyword argument."""
     of_model = method.__name__ == "__init__"
     known = [name for name in inspect.signature(method).parameters if name != "self"]
     known = ["model", *ENGINE_OPTIONS] if of_model else known
@@ -110,8 +110,8 @@ class LLM:
         if config.drafter is not None:
             read_adapter_config(Path(config.drafter), drafter=True)  # before anything is loaded
         self.name = str(self.folder if model is None else model).rstrip("/")
-        beside = tokenizer_folder(self.folder)
-        self.generation_config = read_generation_config(beside)
+        text_folder = tokenizer_folder(self.folder)
+        self.generation_config = read_generation_config(text_folder)
         self.default_params = SamplingParams()
         if config.generation_config == "auto":
             self.default_params = self.generation_config.params()
@@ -119,7 +119,7 @@ class LLM:
         mesh = None if config.mesh is None else make_local_mesh(config.mesh)
         with saying(so_far(f"loading {self.name}")):
             self.codec = TextCodec.load(
-                beside,
+                text_folder,
                 variables=variables,
                 trust_special_tokens=config.trust_special_tokens,
             )
@@ -132,8 +132,8 @@ class LLM:
             )
             if config.drafter is not None:
                 weights = with_drafter(weights, open_checkpoint(self.folder), config.drafter, mesh)
-        # What is not said yet of behaviour that a caller may not expect: of the chat template, and
-        # of AR if the window was left to us and the model cannot have one.
+        # Hints about surprising behaviour that have not been shown yet: that a chat template is not
+        # applied, and that the model decodes as AR if no window was chosen and it knows no masks.
         self._chat_end = self.codec and self.codec.chat_end
         without = config.window_size in (None, "auto") and not weights.config.knows_masks
         self._unmasked_type = weights.config.model_type if without else None
@@ -175,7 +175,7 @@ class LLM:
         Args:
           sampling_params: parameters of later prompts; prompts with others compile on arrival.
           everything: also compile a program for all options. It is slower than one for a few
-            options, but serves any prompt at once.
+            options, but serves any prompt without compiling.
         """
         given = sampling_params or [self.default_params]
         given = [given] if isinstance(given, SamplingParams) else given
@@ -319,7 +319,7 @@ class LLM:
         """
         if len(prompts) != len(completions):
             raise InputError(
-                f"expected as many completions as prompts, {len(prompts)}, not {len(completions)}"
+                f"expected as many completions as prompts ({len(prompts)}), not {len(completions)}"
             )
         if not is_integer(top) or not 0 <= top <= MOST_LOGPROBS:
             raise InputError(f"top: expected an integer from 0 to {MOST_LOGPROBS}, not {top!r}")
@@ -459,7 +459,7 @@ class LLM:
             self._unmasked_type = None
 
     def as_ids(self, prompt: Prompt) -> Sequence[int]:
-        """Returns the token ids of a prompt, which is a text or consists of token ids.
+        """Returns the token ids of a prompt, which is a text or a list of token ids.
 
         Raises:
           InputError: the prompt is neither, or is a text and there is no tokenizer.

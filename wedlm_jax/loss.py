@@ -78,8 +78,8 @@ def head_chunks(
     In a block of B tokens, round(γB) are masked: B/2 on average, with variance (B² + 2) / 12. So
     the number of masks on a device with n blocks is about normal, with variance
     σ² = n (B² + 2) / 12. It exceeds its mean by z σ with a probability of at most exp(-z²/2) / 2;
-    that any of N devices does has a probability of at most N times that. z is chosen so that this
-    is `SURPRISE`. In the memory, all tokens that can be masked have a target. Rows with prompts or
+    the probability that any of N devices does is at most N times that. z is chosen so that this is
+    `SURPRISE`. In the memory, all tokens that can be masked have a target. Rows with prompts or
     padding have fewer targets, and take fewer chunks.
 
     Args:

@@ -20,7 +20,7 @@ MEDIA = ("image", "audio", "video", "file")
 """Words in the type of a part that is not text."""
 
 NEUTRAL: Mapping[str, Any] = {"refusal": None, "annotations": [], "audio": None}
-"""Keys of OpenAI's answers, with values that have no meaning; clients send such messages back."""
+"""Keys of OpenAI's answers, with the values that mean nothing; clients send such messages back."""
 
 RESERVED = (
     "messages",
@@ -51,7 +51,7 @@ class NotTaken(InputError):
 
 
 def check_text(value: Any) -> None:
-    """Refuses a ``prompt`` that is no text."""
+    """Refuses a ``prompt`` that is not a text."""
     if not isinstance(value, str):
         raise InputError(f"prompt: expected a text, not {shown_value(value)}")
 
@@ -85,7 +85,7 @@ def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
     variables = dict(kwargs or {})
     for name in RESERVED:
         if name in variables:
-            hint = "; it is a field of its own" if name == "tools" else ""
+            hint = "; it has its own field" if name == "tools" else ""
             raise NotTaken(f"chat_template_kwargs: {name!r} cannot be set there{hint}")
     tools = _parsed(tools)
     if tools is not None and not (
@@ -112,7 +112,7 @@ def _message(given: Any, place: str) -> dict[str, Any]:
     fields = {name: value for name, value in given.items() if value is not None}
     for name, neutral in NEUTRAL.items():
         if name in fields and fields.pop(name) != neutral:
-            raise NotTaken(f"{place}.{name}: not taken; only texts are")
+            raise NotTaken(f"{place}.{name}: not supported; only text is")
     role = fields.get("role")
     if role not in ROLES:
         expected = f"one of {', '.join(ROLES)}"
@@ -120,7 +120,7 @@ def _message(given: Any, place: str) -> dict[str, Any]:
     if role == "developer":
         role = "system"  # OpenAI's newer name; templates know the older one
     if "function_call" in fields:
-        raise NotTaken(f"{place}.function_call: not taken; tool_calls are")
+        raise NotTaken(f"{place}.function_call: not supported; use tool_calls")
     for name in TEXTS:
         if not isinstance(fields.get(name, ""), str):
             raise InputError(f"{place}.{name}: expected a text, not {shown_value(fields[name])}")
@@ -143,14 +143,14 @@ def _content(fields: Mapping[str, Any], calls: bool, place: str) -> str:
         return content
     if not isinstance(content, list):
         shown = shown_value(content)
-        raise InputError(f"{place}: expected a text, or a list of parts of one, not {shown}")
+        raise InputError(f"{place}: expected a text or a list of text parts, not {shown}")
     return "".join(_part(part, f"{place}[{i}]") for i, part in enumerate(content))
 
 
 def _part(part: Any, place: str) -> str:
     kind = part.get("type", "text") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and any(word in kind for word in MEDIA):
-        raise NotTaken(f"{place}: {kind!r} is not taken; this model reads texts alone")
+        raise NotTaken(f"{place}: {kind!r} is not supported; this model reads only text")
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
         raise InputError(

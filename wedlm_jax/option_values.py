@@ -28,7 +28,7 @@ class Option:
       integer, flag: whether a number must be an integer, and whether it is a boolean, by its type.
       choices: the allowed texts.
       also: texts that are allowed in addition to numbers.
-      text: what a flag calls its value, where that is a text.
+      text: the metavar of its flag, if its value is a text.
       none: what None means; None if None is refused.
       array: the dtype of its array ``[N]`` on the device; None if it has none.
       trait: the trait that a program needs to have this array, a field of
@@ -115,7 +115,7 @@ def is_text(value: object) -> bool:
 def as_tuple(
     name: str, given: Any, what: str, is_valid: Callable[[object], bool]
 ) -> tuple[Any, ...]:
-    """Returns a field that lists values as a tuple; None lists none.
+    """Returns a field that lists values as a tuple; empty for None.
 
     Args:
       what: what the values are, for the message of the `InputError`.
@@ -177,4 +177,4 @@ def as_schema(given: Any) -> str | None:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")

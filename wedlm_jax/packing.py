@@ -92,7 +92,7 @@ def row_arrays(
 
 
 def trainable_blocks(trainable: np.ndarray, block_size: int) -> np.ndarray:
-    """Returns which blocks have a trainable token: bool ``[..., L / B]`` of flags ``[..., L]``."""
+    """Returns which blocks have a trainable token: bool ``[..., L / B]``, from ``[..., L]``."""
     blocks = trainable.reshape(*trainable.shape[:-1], -1, block_size)
     return np.asarray(blocks.any(-1))
 

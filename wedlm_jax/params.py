@@ -28,10 +28,10 @@ NO_TOKEN = -1
 """Pads arrays of token ids."""
 
 MOST_LOGPROBS = 20
-"""The most alternatives that are reported for a token."""
+"""The maximum number of alternatives reported for a token."""
 
 MOST_SAMPLES = 128
-"""The most completions of one prompt; its result waits for the last of them."""
+"""The maximum number of completions of one prompt; its result waits for the last of them."""
 
 MODES = ("paper", "verified", "ar")
 DEFAULT_MODE = "verified"
@@ -52,7 +52,7 @@ class SamplingParams:
     temperature: Annotated[
         float,
         Option(
-            "0 takes the most likely token; above, the logits are divided by it",
+            "0 takes the most likely token; otherwise the logits are divided by it",
             low=0,
             high=1e6,
             array="float32",
@@ -62,7 +62,7 @@ class SamplingParams:
     top_p: Annotated[
         float,
         Option(
-            "sample from the smallest set of tokens whose probabilities reach this; 1 is all",
+            "sample from the smallest set of tokens whose total probability reaches this; 1 is all",
             low=0,
             high=1,
             above=True,
@@ -73,8 +73,8 @@ class SamplingParams:
     top_k: Annotated[
         int,
         Option(
-            "sample from this many of the most likely tokens, before top_p; 0 is all, and so "
-            "is -1, as in vLLM",
+            "sample from this many of the most likely tokens, before top_p; 0 is all (also -1, as "
+            "in vLLM)",
             low=0,
             array="int32",
             trait="truncated",
@@ -91,25 +91,25 @@ class SamplingParams:
             trait="truncated",
         ),
     ] = 0.0
-    max_tokens: Annotated[int, Option("the most completion tokens", low=1, array="int32")] = 256
+    max_tokens: Annotated[int, Option("maximum completion tokens", low=1, array="int32")] = 256
     stop: Annotated[
         tuple[str, ...],
         Option(
-            "texts that end the completion; matched on the decoded text, trimmed from it",
+            "texts that end the completion; matched on the decoded text and trimmed from it",
             none="none",
         ),
     ] = ()
     stop_token_ids: Annotated[
         tuple[int, ...],
         Option(
-            "token ids that end the completion, besides the model's end of text; they stay in "
-            "token_ids, not in text",
+            "token ids that end the completion, in addition to the model's end of text; they stay "
+            "in token_ids, not in text",
             none="none",
         ),
     ] = ()
     ignore_eos: Annotated[
         bool,
-        Option("continue after the model's end of text, to max_tokens or another stop"),
+        Option("continue after the model's end of text, until max_tokens or another stop"),
     ] = False
     entropy_threshold: Annotated[
         float | None,
@@ -117,7 +117,7 @@ class SamplingParams:
             "τ of mode paper, in nats: a mask is filled if its entropy plus penalty is below it",
             low=0,
             high=1e6,
-            none="one mask is filled in each forward",
+            none="one mask is filled per forward",
             array="float32",
             trait="paper",
         ),
@@ -125,7 +125,7 @@ class SamplingParams:
     position_penalty: Annotated[
         float,
         Option(
-            "λ of mode paper, in nats: a mask's penalty for each slot of distance from the first",
+            "λ of mode paper, in nats: a mask's penalty per slot of distance from the first",
             low=0,
             high=1e6,
             array="float32",
@@ -135,10 +135,10 @@ class SamplingParams:
     seed: Annotated[
         int | None,
         Option(
-            "starts the random numbers: the same seed gives the same tokens in any batch",
+            "random seed; the same seed gives the same tokens in any batch",
             low=0,
             high=2**32 - 1,
-            none="a new one at every call, as for -1",
+            none="a new seed for each call, as with -1",
             array="uint32",
             trait="sampled",
         ),
@@ -146,8 +146,8 @@ class SamplingParams:
     n: Annotated[
         int,
         Option(
-            "completions of the prompt, each with its own seed, at most 128; more than 1 needs a "
-            "temperature above 0",
+            "number of completions of the prompt, at most 128, each with its own seed; above 1 "
+            "needs a temperature above 0",
             low=1,
             high=MOST_SAMPLES,
         ),
@@ -155,7 +155,7 @@ class SamplingParams:
     min_tokens: Annotated[
         int,
         Option(
-            "completion tokens before which no stop token is chosen and no stop text counts",
+            "before this many completion tokens, no stop token is chosen and no stop text counts",
             low=0,
             array="int32",
             trait="min_tokens",
@@ -186,7 +186,7 @@ class SamplingParams:
     frequency_penalty: Annotated[
         float,
         Option(
-            "subtracted for each time that a token is in the completion",
+            "subtracted once for each occurrence of a token in the completion",
             low=-2,
             high=2,
             array="float32",
@@ -205,8 +205,8 @@ class SamplingParams:
     json_schema: Annotated[
         str | None,
         Option(
-            "a JSON schema, as an object or as its text: the completion is JSON that it allows; "
-            "not in mode paper",
+            "a JSON schema, as an object or as text: the completion is JSON that matches it; not "
+            "in mode paper",
             text="TEXT",
             none="any text",
         ),
@@ -223,7 +223,7 @@ class SamplingParams:
         int | None,
         Option(
             "return the log-probability of each token, and of this many of the most probable "
-            "tokens in its place",
+            "tokens at its position",
             low=0,
             high=MOST_LOGPROBS,
             none="neither",
@@ -232,28 +232,28 @@ class SamplingParams:
     mode: Annotated[
         str,
         Option(
-            "ar: one token for each forward, autoregressively. verified: the tokens of ar in fewer "
-            "forwards, as each forward checks several drafts. paper: what masks are filled with is "
-            "committed unchecked, and may differ from ar. A window of 0 makes every mode ar",
+            "ar: one token per forward, autoregressively. verified: the same tokens as ar in fewer "
+            "forwards, since each forward checks several drafts. paper: filled masks are committed "
+            "unchecked, so tokens may differ from ar. A window of 0 turns every mode into ar",
             choices=MODES,
         ),
     ] = DEFAULT_MODE
     draft: Annotated[
         str,
         Option(
-            "where drafts of mode verified come from, which does not change the tokens. masks: a "
-            "model that was trained on masks fills them in. lookup: copied from where the last "
-            "tokens stand earlier in the text. both: masks, and where none of them drafts, copies "
-            "that save time. none: no drafts, as in mode ar. auto: masks if the model knows them, "
-            "else lookup where it saves time",
+            "source of drafts in mode verified; it does not change the tokens. masks: filled in by "
+            "a model trained on masks. lookup: copied from an earlier occurrence of the last "
+            "tokens in the text. both: masks, and copies that save time where no mask drafts. "
+            "none: no drafts, as in mode ar. auto: masks if the model knows them, else lookup "
+            "where it saves time",
             choices=DRAFTS,
         ),
     ] = "auto"
     draft_budget: Annotated[
         float | None,
         Option(
-            "in mode verified, the most nats that the entropies of a window's drafts add up to: a "
-            "larger budget drafts more and rejects more; the tokens are the same",
+            "in mode verified, the maximum total entropy of a window's drafts, in nats; a larger "
+            "budget drafts more and rejects more, and the tokens are the same",
             low=0,
             high=1e6,
             none="2, or 4 where there are backup masks",
@@ -298,7 +298,7 @@ class SamplingParams:
 
     def _check_grammar(self, name: str) -> None:
         if name != "regex" and self.regex is not None:
-            raise InputError(f"regex: expected none beside {name}")
+            raise InputError(f"regex: cannot be combined with {name}")
         if self.mode == "paper":
             raise InputError(
                 f"{name}: expected mode verified or ar, which choose tokens from left to right, "
@@ -307,7 +307,7 @@ class SamplingParams:
         for other in ("ignore_eos", "min_tokens", "bad_words"):
             if getattr(self, other):
                 raise InputError(
-                    f"{other}: expected none beside {name}: both together may forbid every token"
+                    f"{other}: cannot be combined with {name}: they may forbid every token"
                 )
 
     @property

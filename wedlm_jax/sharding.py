@@ -103,7 +103,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         shape = [len(devices) // known if size == -1 else size for size in shape]
     if math.prod(shape) != len(devices):
         given = ", ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
-        raise InputError(f"mesh: {given} does not make {len(devices)} devices")
+        raise InputError(f"mesh: {given} does not multiply to {len(devices)} devices")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1:
         return Mesh(_over_slices(shape, slices, devices), MESH_AXES, axis_types=_AXIS_TYPES)
@@ -123,7 +123,7 @@ def make_local_mesh(sizes: Mapping[str, int]) -> Mesh:
         raise InputError(f"mesh: expected {' and '.join(DECODING_AXES)}, not {unknown[0]!r}")
     devices, count = jax.local_devices(), math.prod(sizes.values())
     if not 0 < count <= len(devices):
-        raise InputError(f"mesh: {dict(sizes)} needs {count} devices, and there are {len(devices)}")
+        raise InputError(f"mesh: {dict(sizes)} needs {count} devices, but there are {len(devices)}")
     return make_mesh(sizes, devices[:count])
 
 

@@ -51,8 +51,8 @@ Prompt = str | Sequence[int]
 
 
 CHANGED = (
-    "they spell special tokens, which this chat template does not pass on as they stand, so that "
-    "they cannot be told from its own; leave them out"
+    "they contain special tokens, which this chat template alters, so that they cannot be "
+    "distinguished from its own; remove them"
 )
 
 
@@ -236,7 +236,7 @@ class TextCodec:
         return str(text)
 
     def check_tools(self, variables: Mapping[str, Any]) -> None:
-        """Refuses ``tools`` that the chat template does not write: the model would not know them.
+        """Refuses ``tools`` that the chat template does not write: the model would not see them.
 
         Raises:
           InputError: there are tools, and the template does not mention them.
@@ -244,7 +244,7 @@ class TextCodec:
         if "tools" in variables and "tools" not in str(
             getattr(self.tokenizer, "chat_template", "")
         ):
-            raise InputError("tools: this checkpoint's chat template does not write any")
+            raise InputError("tools: this checkpoint's chat template does not support them")
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes that a token stands for, which may be part of a character. For a

@@ -186,7 +186,7 @@ REFUSED = [
     ("--prompt a --temperature -1", "--temperature: expected a number"),
     ("--prompt a --batch-size 0", "--batch-size: expected an integer of at least 1"),
     ("--prompt a --mesh rows=2", "--mesh: expected data and tensor, not 'rows'"),
-    ("--prompt a --mesh tensor=4 data=4", "needs 16 devices, and there are 8"),
+    ("--prompt a --mesh tensor=4 data=4", "needs 16 devices, but there are 8"),
     ("--prompt a --mesh tensor=2", "num_key_value_heads = 1 is not divisible by"),
     ("--prompt a --attention rpa", "attention 'rpa' is for TPUs, not for 'cpu'"),
     ("--prompt a --max-model-len 9999", "--max-model-len: expected 1 to 320"),

@@ -181,10 +181,10 @@ def _not_json(drafter, stock, folder):
         (_other_model, "a drafter of another model"),
         (_config(r=2), r"has shape \[4, 24\], expected \[2, 24\]"),
         (_config(target_modules=["q_proj"]), "is not part of a drafter"),
-        (_config(target_modules=["lm_head"]), "not what a drafter has: rank 4, targets"),
+        (_config(target_modules=["lm_head"]), "not a drafter's configuration: rank 4, targets"),
         (_config(wedlm=None), "these adapters act on rows of text"),
         (_truncated, "truncated or not a safetensors file"),
-        (_nothing, r"no drafter, which would have adapter_config\.json"),
+        (_nothing, r"not a drafter, which would have adapter_config\.json"),
         (_not_json, "not valid JSON"),
     ],
 )

@@ -130,7 +130,7 @@ def test_a_mask_token_is_assumed_only_where_the_vocabulary_has_its_row():
     assert config_from_hf({**SMALL, "vocab_size": edge}).mask_token_id is None
     assert config_from_hf({**WEDLM_8B, "mask_token_id": 5}).mask_token_id == 5
     assert config_from_hf({**WEDLM_8B, "model_type": "qwen3"}).mask_token_id is None
-    with pytest.raises(InputError, match="mask_token_id 151643 is an eos_token_id"):
+    with pytest.raises(InputError, match="mask_token_id 151643 is also an eos_token_id"):
         config_from_hf({**WEDLM_8B, "mask_token_id": 151643})
     with pytest.raises(InputError, match="mask_token_id"):
         config_from_hf(SMALL).require_mask_token_id()
@@ -243,7 +243,7 @@ REFUSED = [
             "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8},
             "original_max_position_embeddings": 16,
         },
-        "original_max_position_embeddings is 16, and 8 in",
+        "original_max_position_embeddings is 16, but 8 in",
     ),
     ({"partial_rotary_factor": 1, "rope_scaling": {"partial_rotary_factor": 0.5}}, "factor 0.5"),
     ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
@@ -263,8 +263,8 @@ REFUSED = [
     ({"mask_token_id": "5"}, "mask_token_id"),
     ({"rms_norm_eps": "small"}, "rms_norm_eps"),
     ({"rope_theta": "large"}, "rope_theta"),
-    ({"mask_token_id": 24}, "vocabulary of 24 as mask_token_id, not 24"),
-    ({"pad_token_id": -1}, "pad_token_id, not -1"),
+    ({"mask_token_id": 24}, "mask_token_id must be a token id below vocab_size .24., not 24"),
+    ({"pad_token_id": -1}, "pad_token_id must be .*, not -1"),
 ]
 
 

@@ -24,7 +24,7 @@ from wedlm_jax.params import OPTIONS
 
 def test_the_nearest_name_is_meant_or_all_are_named():
     assert did_you_mean("temprature", ["temperature", "top_p"]) == "did you mean 'temperature'?"
-    assert did_you_mean("x", ["temperature", "top_p"]) == "there are temperature, top_p"
+    assert did_you_mean("x", ["temperature", "top_p"]) == "expected one of temperature, top_p"
     assert did_you_mean("num_beams", ["temperature", "top_p"]) == "there is no beam search"
 
 

@@ -169,7 +169,7 @@ def test_a_cut_completion_is_what_it_was_at_that_token():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("outputs", r"what vLLM has in outputs\[0\] is its own here \(\.text, "),
+        ("outputs", r"use \.text, \.token_ids and \.finish_reason in place of vLLM"),
         ("prompt_token_ids", "prompts are not kept"),
         ("cumulative_logprob", "it is sum"),
         ("tokens", "did you mean 'token_ids'"),

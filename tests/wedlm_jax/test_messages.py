@@ -100,12 +100,12 @@ def test_calls_in_the_shape_of_templates_are_kept(codec):
         ({"role": "user", "content": ["a"]}, 'expected {"type": "text"', InputError),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages[1].content[0]: 'image_url' is not taken; this model reads texts alone",
+            "messages[1].content[0]: 'image_url' is not supported; this model reads only text",
             NotTaken,
         ),
         ({"role": "user", "content": [{"type": "input_audio"}]}, "'input_audio' is", NotTaken),
-        ({"role": "assistant", "content": "", "audio": {"id": 1}}, ".audio: not taken", NotTaken),
-        ({"role": "assistant", "content": "", "function_call": {}}, "tool_calls are", NotTaken),
+        ({"role": "assistant", "content": "", "audio": {"id": 1}}, "audio: not supp", NotTaken),
+        ({"role": "assistant", "content": "", "function_call": {}}, "use tool_calls", NotTaken),
         ({"role": "tool", "content": "", "tool_call_id": 7}, ".tool_call_id: exp", InputError),
         ({"role": "assistant", "content": "", "tool_calls": "x"}, ".tool_calls: exp", InputError),
         ({"role": "assistant", "tool_calls": [{}]}, "tool_calls[0]: expected a fun", InputError),
@@ -237,7 +237,7 @@ def test_a_template_that_changes_contents_around_them_is_no_hindrance(tmp_path, 
 def test_a_template_that_changes_them_is_refused_where_there_are_some(tmp_path):
     codec = codec_with(tmp_path, "message['content'][:30]")
     codec.encode_chat(user("hi" * 30))
-    with pytest.raises(InputError, match="messages: they spell special tokens"):
+    with pytest.raises(InputError, match="messages: they contain special tokens"):
         codec.encode_chat(user(FORGED))
 
 

@@ -58,8 +58,8 @@ def test_the_rest_of_the_devices_goes_to_the_axis_given_as_minus_one():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"fsdp": 3}, "fsdp 3, .* does not make 8 devices"),
-        ({"fsdp": -1, "tensor": 3}, "does not make 8 devices"),
+        ({"fsdp": 3}, "fsdp 3, .* does not multiply to 8 devices"),
+        ({"fsdp": -1, "tensor": 3}, "does not multiply to 8 devices"),
         ({"fsdp": -1, "tensor": -1}, "one of them may be -1"),
         ({"fsdp": 0}, "at least 1"),
         ({"pipeline": 8}, "unknown axis 'pipeline'; .* data, fsdp, tensor, sequence"),

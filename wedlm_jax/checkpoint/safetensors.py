@@ -1,7 +1,7 @@
 """Reads and writes safetensors files in parts, with errors that name what is wrong.
 
-Nothing is memory-mapped: what is read or written passes through small buffers, so that a
-process that handles a large file does not grow by the file's pages.
+Nothing is memory-mapped: data passes through small buffers, so that a process that handles a large
+file does not grow by the file's pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STORED = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 CODES = {np.dtype(dtype): code for code, dtype in STORED.items()}
 
 BUFFER_BYTES = 2 * 1024**2
-"""About what one read or write moves: fits a core's cache, where casting is cheap."""
+"""Approximate size of a read or write: it fits a core's cache, where casting is cheap."""
 
 
 def numpy_dtype(name: str | None) -> np.dtype | None:
@@ -40,8 +40,8 @@ def numpy_dtype(name: str | None) -> np.dtype | None:
 
 
 Rows = Iterator[tuple[int, np.ndarray]]
-"""Some rows at a time, in order: the number of the first, and values ``[some rows, C]``. They are
-gone when the next are asked for."""
+"""Some rows at a time, in order: the number of the first row, and values ``[some rows, C]``, which
+are valid only until the next are requested."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,10 @@ class DeferredArray:
     """A tensor or a parameter whose values are read when they are needed.
 
     Attributes:
-      name: in the checkpoint; a parameter's dotted path.
+      name: its name in the checkpoint, or a parameter's dotted path.
       shape: its shape.
-      dtype: that of the values, or the one that they are cast to when they are written.
-      read: returns the values. Where they are spread over several hosts, all of them call it.
+      dtype: dtype of the values, or the one to which they are cast when written.
+      read: returns the values. If they are spread over several hosts, all of them must call it.
       rows: reads a range of rows in parts; see `read_rows`.
     """
 
@@ -71,8 +71,8 @@ class DeferredArray:
         return self.size * self.dtype.itemsize
 
     def read_rows(self, rows: slice = slice(None)) -> Rows:
-        """Reads rows of a matrix ``[R, C]``; a vector is ``[R, 1]``. All wanted rows come at once
-        where they cannot be read in parts."""
+        """Reads rows of a matrix ``[R, C]``; a vector is ``[R, 1]``. All rows come at once if they
+        cannot be read in parts."""
         if self.rows is not None:
             yield from self.rows(rows)
         else:
@@ -84,7 +84,7 @@ class DeferredArray:
 def array_in_rows(
     name: str, shape: tuple[int, ...], dtype: np.dtype, rows: Callable[[slice], Rows]
 ) -> DeferredArray:
-    """Returns an array whose values are put together from its rows."""
+    """Returns an array whose values are assembled from its rows."""
 
     def read() -> np.ndarray:
         values = np.empty(shape, dtype)
@@ -99,7 +99,7 @@ def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
     """Converts ``tensor`` to ``dtype``.
 
     Raises:
-      InputError: it holds finite values that this dtype cannot (float16 ends at 65504).
+      InputError: it holds finite values that ``dtype`` cannot represent (float16 ends at 65504).
     """
     if dtype is None or tensor.dtype == dtype:
         return tensor
@@ -114,7 +114,7 @@ def cast(name: str, tensor: np.ndarray, dtype: Any) -> np.ndarray:
 
 def bits(array: np.ndarray) -> np.ndarray:
     """Views the same memory as unsigned integers, which NumPy moves several times faster than
-    dtypes that are not its own."""
+    dtypes from other packages."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
@@ -123,10 +123,10 @@ class SafetensorsFile:
 
     Attributes:
       path: the file.
-      tensors: by name.
+      tensors: the tensors by name.
 
     Raises:
-      InputError: the file cannot be used; names it, and the tensor at fault.
+      InputError: the file cannot be used; the message names it and the tensor at fault.
     """
 
     def __init__(self, path: Path):
@@ -158,8 +158,8 @@ class SafetensorsFile:
     def _rows(self, shape: tuple[int, ...], dtype: np.dtype, offset: int, rows: slice) -> Rows:
         """Reads rows, as many at a time as fit a buffer.
 
-        Rows are read whole even where few of their columns are wanted: a few large reads take less
-        time than one of some bytes for every row.
+        Rows are read whole even if few of their columns are needed: a few large reads are faster
+        than a small read per row.
         """
         width = math.prod(shape[1:])
         first, end, _ = rows.indices(shape[0] if shape else 1)
@@ -191,14 +191,14 @@ def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
         raise ValueError(f"a header of {length:,} bytes in a file of {file.size:,}")
     header = json.loads(_header_bytes(file, 8, length))
     header.pop("__metadata__", None)
-    # The library would read all of a file in a bucket, so this much is checked here.
+    # The library would read all of a file in a bucket, so the essentials are checked here.
     end = 0
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
         end = max(end, stop)
         dtype = STORED.get(entry["dtype"])
         if dtype and stop - start != math.prod(entry["shape"]) * np.dtype(dtype).itemsize:
-            raise ValueError(f"tensor {name!r} has not the bytes of its shape")
+            raise ValueError(f"tensor {name!r}: stored size does not match its shape")
     if 8 + length + end != file.size:
         raise ValueError(f"the header does not cover a file of {file.size:,} bytes")
     return 8 + length, header
@@ -212,7 +212,7 @@ def _header_bytes(file: ByteRanges, offset: int, length: int) -> bytes:
 
 
 def _filled(file: ByteRanges, view: memoryview, offset: int) -> bool:
-    """Reads bytes until ``view`` is full; returns False where the file ends before."""
+    """Reads bytes until ``view`` is full; returns False if the file ends first."""
     while view:
         count = file.read_into(view, offset)
         if count == 0:
@@ -235,7 +235,7 @@ def write_safetensors(
 
     Args:
       path: the file.
-      tensors: in the file's order.
+      tensors: the tensors, in the file's order.
       values: the tensors' values in that order, read by the caller. They need not be contiguous,
         and are cast to each tensor's dtype, a few rows at a time.
 
@@ -248,11 +248,11 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         source = iter(values)
         for tensor in tensors:
-            _write_values(file, tensor, next(source))  # and kept by no name here
+            _write_values(file, tensor, next(source))  # no name here keeps the value in memory
         if not is_remote(path):
             sync(file)
     if not is_remote(path):
-        # Whoever may read the folder may read the file, whatever the process's mask says.
+        # Whoever may read the folder may read the file, whatever the process's umask is.
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 

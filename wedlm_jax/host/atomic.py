@@ -1,7 +1,7 @@
 """Writes files and folders that appear whole or not at all, and survive a loss of power.
 
 In a bucket (`wedlm_jax.host.storage`) a file is an object, which always appears whole; a folder is
-copied into its place with its ``config.json`` last, without which it counts for none.
+copied into its place with its ``config.json`` last, and counts as absent without that file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.storage import absolute, as_path, is_remote, move_tree, remove_tree, upload
 
 LAST = "config.json"
-"""The file of a folder in a bucket that is there only when all the others are."""
+"""The file that a folder in a bucket has only when all its other files are there."""
 
 
 def writer_name() -> str:
@@ -33,13 +33,14 @@ def writer_name() -> str:
 
 
 def check_writable(path: Path, called: str = "") -> None:
-    """Refuses a path at which no file can be written, before the work whose result it is to hold.
+    """Refuses a path at which no file can be written, before the work that produces the file.
 
     Args:
       called: how the user names it, such as an option.
 
     Raises:
-      InputError, StorageFailure: it is a folder, or in none, or the folder takes no file.
+      InputError, StorageFailure: it is a folder, its folder does not exist, or no file can be
+        written there.
     """
     shown, folder = f"{called} {path}".strip(), path.resolve().parent
     if path.is_dir():
@@ -55,8 +56,8 @@ def check_writable(path: Path, called: str = "") -> None:
 
 @contextlib.contextmanager
 def written_beside(path: Path, beside: Path | None = None) -> Iterator[IO[bytes]]:
-    """Opens a new file that gets the name ``path`` when the block succeeds, after all of it is on
-    the disk. Until then it is in the folder ``beside`` (by default the same), under a unique name.
+    """Opens a new file that gets the name ``path`` when the block has succeeded and all of it is on
+    disk. Until then it is in the folder ``beside`` (by default the same), under a unique name.
 
     Raises:
       InputError, StorageFailure: it cannot be written; see `naming`.
@@ -86,8 +87,8 @@ def write_json(path: Path, value: Any, beside: Path | None = None) -> None:
 
 
 def create_json(path: Path, value: Any) -> bool:
-    """Writes a JSON file, whole, unless there is one of this name; returns whether it did. Of
-    several processes, on any hosts, exactly one does.
+    """Writes a whole JSON file unless the name exists; returns whether it did. If several processes
+    call this, on any hosts, exactly one writes.
 
     Raises:
       InputError, StorageFailure: it cannot be written; see `naming`.
@@ -103,8 +104,8 @@ def create_json(path: Path, value: Any) -> bool:
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                     raise
-                # A file system without links, as of a mounted bucket: there the file is not whole
-                # at once, but still only one process makes it.
+                # A file system without links, such as a mounted bucket: the file does not appear
+                # whole, but still only one process creates it.
                 try:
                     with path.open("xb") as file:
                         file.write(temporary.read_bytes())
@@ -168,8 +169,8 @@ def naming(path: Path) -> Iterator[None]:
     """Turns the file system's refusal to write ``path`` into an error that names it.
 
     Raises:
-      StorageFailure: the refusal may pass, as of a full disk.
-      InputError: it will not, as of a folder that is not there.
+      StorageFailure: the refusal may be temporary, as with a full disk.
+      InputError: it is permanent, as with a missing folder.
     """
     try:
         yield
@@ -181,13 +182,13 @@ def naming(path: Path) -> Iterator[None]:
 def replacing(folder: str | Path) -> Iterator[Path]:
     """Makes a new folder to write in, which gets the name ``folder`` when the block succeeds.
 
-    The new folder is beside the old one, so that the last step is a rename on one file system,
+    The new folder is next to the old one, so that the last step is a rename on one file system,
     after everything is on disk. The old content is removed last. A failure leaves ``folder`` as it
     was. So does a kill, except between two renames, when the old content is under a hidden name;
     the next call puts it back.
 
     Raises:
-      InputError: ``folder`` is a file, or cannot be written where it is asked for.
+      InputError: ``folder`` is a file, or cannot be written in this place.
       StorageFailure: the disk is full, or does not answer.
     """
     folder, beside = absolute(as_path(folder)), part_folder(folder)
@@ -198,7 +199,7 @@ def replacing(folder: str | Path) -> Iterator[Path]:
         return
     old = folder.with_name(f".{folder.name}.wedlm-old")
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder}: is a file, where a folder is to be written")
+        raise InputError(f"{folder}: is a file; expected a folder to write")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _recover(folder, old)

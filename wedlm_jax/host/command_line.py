@@ -37,8 +37,8 @@ def run_command(name: str, main: Callable[[], int | None]) -> int:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses as argparse does, but takes no abbreviations, keeps the lines of help texts, and says
-    beside an unknown option or choice which known one is nearest."""
+    """Parses like argparse, but takes no abbreviations, keeps the lines of help texts, and suggests
+    the nearest known option or choice for an unknown one."""
 
     def __init__(self, **options: Any):
         super().__init__(

@@ -1,9 +1,9 @@
 """Keeps compiled programs on disk, so that what was compiled once is not compiled again.
 
 Training uses JAX's own cache. It keeps what XLA makes of a program, but finds it only by tracing
-and lowering that program again, which for a decoder takes as long as to load it three times over.
-`ProgramStore` keeps whole executables under a name that says all that they depend on, and reads
-them without tracing anything.
+and lowering that program again, which for a decoder takes three times as long as loading it.
+`ProgramStore` keeps whole executables under a name that covers everything that they depend on, and
+reads them without tracing anything.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from wedlm_jax.host.notices import log
 from wedlm_jax.host.storage import absolute, cache_folder, source_digest
 
 LIMIT = 2 * 2**30
-"""Bytes that a cache may take; what was not used for longest leaves first."""
+"""The maximum bytes of a cache; the least recently used files are removed first."""
 
 
 def keep_compiled(folder: Path) -> None:
-    """Keeps what JAX compiles in ``folder``, unless JAX has been given another: the same command
-    starts faster the next time."""
+    """Keeps what JAX compiles in ``folder``, unless JAX has another cache folder already; the same
+    command then starts faster the next time."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
@@ -42,9 +42,9 @@ def keep_compiled(folder: Path) -> None:
 def program_folder() -> Path | None:
     """Returns the folder of a `ProgramStore`, ``wedlm-jax/programs`` in the user's cache folder.
 
-    None where JAX is set to keep nothing (``JAX_ENABLE_COMPILATION_CACHE=false``), or has a cache
-    of its own, which then keeps everything: XLA cannot write an executable that came out of it (on
-    a CPU, jaxlib 0.10 and 0.12, it would lack the functions that it calls).
+    None if JAX is set to keep nothing (``JAX_ENABLE_COMPILATION_CACHE=false``), or has its own
+    cache folder, which then keeps everything: XLA cannot write an executable that came from there
+    (on a CPU with jaxlib 0.10 and 0.12, it would lack the functions that it calls).
     """
     import jax
 
@@ -62,8 +62,8 @@ class ProgramStore:
     A file that cannot be read or written costs a compilation, and nothing else.
 
     Args:
-      folder: made when the first program is kept.
-      limit: bytes of all files.
+      folder: folder of the programs; created when the first one is kept.
+      limit: maximum bytes of all files.
     """
 
     def __init__(self, folder: Path, limit: int = LIMIT):
@@ -82,13 +82,13 @@ class ProgramStore:
             )
         except FileNotFoundError:
             return None
-        except Exception as error:  # of another machine, cut short, or of no use to this JAX
+        except Exception as error:  # from another machine, truncated, or not for this JAX
             log().info("%s: cannot be loaded and is compiled again (%r)", path, error)
             return None
 
     @property
     def is_writable(self) -> bool:
-        """Whether programs can be kept: the folder, or what it would be made in, takes files."""
+        """Whether programs can be kept: the folder, or where it would be created, is writable."""
         there = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         return os.access(there, os.W_OK)
 
@@ -105,7 +105,7 @@ class ProgramStore:
             temporary.write_bytes(content)
             os.replace(temporary, path)
             self._make_room()
-        except Exception as error:  # no room, no rights, or an executable that cannot be written
+        except Exception as error:  # disk full, no permission, or it cannot be serialised
             with contextlib.suppress(OSError):
                 temporary.unlink()
             log().info("%s: a compiled program cannot be kept (%r)", path, error)
@@ -161,7 +161,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Names the instructions of this processor: a CPU's executable runs on no lesser one."""
+    """Identifies this processor's instructions: an executable does not run on a lesser CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """Prints notices: sentences on standard error, apart from a command's results and its progress bar.
 
-They go through the logger ``wedlm``, which has a handler of its own: the root logger gets one from
-whichever library logs first (absl, when orbax is imported), and that one begins each line with a
-level and a name. An application that gives ``wedlm`` a handler before the first notice has them
-there instead; with a `logging.NullHandler`, in the root logger's.
+They go through the logger ``wedlm``, which has its own handler: the root logger gets one from
+whichever library logs first (absl, when orbax is imported), and that handler begins each line with
+a level and a name. If an application gives ``wedlm`` a handler before the first notice, notices go
+there instead; with a `logging.NullHandler`, they go to the root logger's handlers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def log(form: str | None = None) -> logging.Logger:
     """Returns the logger of notices, with a handler.
 
     Args:
-      form: format of its lines from now on, as `logging.Formatter` takes it; a notice is its
-        sentence alone until one is given.
+      form: format of its lines from now on, as for `logging.Formatter`; by default a line is the
+        sentence alone.
     """
     if not _LOGGER.handlers:
         _LOGGER.addHandler(_StandardError())
@@ -43,7 +43,7 @@ def notice(sentence: str, *values: object) -> None:
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to what standard error is when something is said: a bar puts itself there."""
+    """Writes to the current standard error, which a progress bar may have replaced."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -52,12 +52,12 @@ class _StandardError(logging.StreamHandler):
 
 @contextlib.contextmanager
 def through_bar(bar: AbstractContextManager[object]) -> Iterator[None]:
-    """Opens a bar that puts itself in the place of standard output and error, and has libraries'
-    messages, which go to the root logger's handlers, follow: what is written past it would stand
-    in the middle of its line."""
+    """Opens a bar that replaces standard output and error, and redirects libraries' messages, which
+    go to the root logger's handlers, to it: text written past the bar would appear in the middle of
+    its line."""
     before = sys.stdout, sys.stderr
     with contextlib.ExitStack() as undone, bar:
-        # Entered before the bar, it is left after it: meanwhile a message goes on through the bar.
+        # The stack is left after the bar, so messages go through the bar until it is gone.
         for handler in logging.root.handlers:
             if not isinstance(handler, logging.StreamHandler):
                 continue

@@ -1,7 +1,7 @@
-"""Finds out which process of a job this is, and does what processes do together: print a line once,
-exchange texts, and write one folder.
+"""Determines which process of a job this is, and does what processes do together: print a line
+once, exchange texts, and write one folder.
 
-The one place that asks which process this is.
+This is the only module that asks which process this is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.atomic import part_folder, replacing
 
-# JAX is imported by what needs it: a file job finds out which host it is without.
+# JAX is imported only where it is needed: a file job determines its host without it.
 
 AUTO = "auto"
 
@@ -32,7 +32,7 @@ LAUNCHERS: dict[str, Variables] = {
     "Slurm": ("SLURM_NTASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
-"""The variables with the number of processes (or their names) and this one's, from 0."""
+"""The variables with the number of processes (or their names) and this one's index, from 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Processes(Host):
     """This process among those of JAX's runtime, which can wait for one another.
 
     Attributes:
-      all_true: waits until every process has called it; whether all of them said True.
+      all_true: waits until every process has called it; returns whether all passed True.
     """
 
     all_true: Callable[[bool], bool] = bool
@@ -65,9 +65,9 @@ class Processes(Host):
 ALONE = Processes()
 
 SEEN_WITHIN_S = 60.0
-"""How long a process looks for what another has written: some file systems tell of it late."""
+"""How long a process looks for what another has written: some file systems show it late."""
 MEETING_MS = 24 * 3600 * 1000
-"""How long one waits for another to come; for one that died, JAX itself ends the wait."""
+"""How long a process waits for the others; if one has died, JAX itself ends the wait."""
 
 
 # --- who am I ------------------------------------------------------------------------------
@@ -80,15 +80,15 @@ def find_host(
     *,
     flags: tuple[str, str] = ("--num-hosts", "--host-id"),
 ) -> Host:
-    """Finds out which process this is, from what the command line or the launcher says.
+    """Determines which process this is, from the command line or the launcher's variables.
 
     Args:
-      count: a number, or `AUTO` to ask the environment; None is one host.
-      index: from 0; None asks the environment, where there are several hosts.
-      flags: what the command line calls the two, for messages.
+      count: number of hosts, or `AUTO` to read it from the environment; None for one host.
+      index: this host's index, from 0; None reads it from the environment if there are several.
+      flags: the command line's names for the two, for messages.
 
     Raises:
-      InputError: numbers that do not fit, or that nothing tells.
+      InputError: the numbers do not fit together, or are missing.
     """
     if count is None:
         if index is not None:
@@ -100,8 +100,8 @@ def find_host(
         if not launchers:
             variables = ", ".join(variable for variable, _ in LAUNCHERS.values() if variable)
             raise InputError(f"{flags[0]} auto: none of {variables} is set; give the number")
-        told = environment[str(launchers[0][0])]
-        hosts = int(told) if told.isdecimal() else len(told.split(","))
+        value = environment[str(launchers[0][0])]
+        hosts = int(value) if value.isdecimal() else len(value.split(","))
     elif count.isdecimal() and int(count):
         hosts = int(count)
     else:
@@ -119,15 +119,15 @@ def find_host(
 
 
 def connect(coordinator: str | None = None, host: Host | None = None) -> None:
-    """Joins the processes of a run. Must be called before JAX's devices are.
+    """Joins the processes of a run. Must be called before JAX's devices are used.
 
     Args:
-      coordinator: HOST:PORT on which process 0 listens; None leaves it to JAX to find out.
-      host: which process this is; None leaves that, too.
+      coordinator: HOST:PORT on which process 0 listens; None lets JAX find it.
+      host: which process this is; None lets JAX determine it.
 
     Raises:
-      InputError: arguments that do not fit.
-      StorageFailure: they do not find one another.
+      InputError: the arguments do not fit together.
+      StorageFailure: the processes do not find one another.
     """
     import jax
 
@@ -147,7 +147,7 @@ def connect(coordinator: str | None = None, host: Host | None = None) -> None:
 
 
 def jax_processes() -> Processes:
-    """Returns this process among those of JAX's runtime; `ALONE` where there is none."""
+    """Returns this process among those of JAX's runtime; `ALONE` if there is only one."""
     import jax
 
     if jax.process_count() == 1:
@@ -156,7 +156,7 @@ def jax_processes() -> Processes:
 
 
 def is_first() -> bool:
-    """Returns whether this process is the one that speaks and does what is done once."""
+    """Returns whether this process prints, and does what is done only once."""
     import jax
 
     return jax.process_index() == 0
@@ -172,7 +172,7 @@ def _all_true(mine: bool) -> bool:
 
 
 def sum_over_all(mine: np.ndarray) -> np.ndarray:
-    """Returns the sum of every process's array, in each of them; all have to call this."""
+    """Returns the sum of every process's array, in each of them; all must call this."""
     import jax
     from jax.experimental import multihost_utils
 
@@ -182,9 +182,9 @@ def sum_over_all(mine: np.ndarray) -> np.ndarray:
 
 
 def texts_of_all(mine: str) -> list[str]:
-    """Returns every process's text, in their order, in each of them; all have to call this.
+    """Returns every process's text, in order, in each of them; all must call this.
 
-    The coordinator carries them, not the devices, which compute together only where all processes
+    The texts go through the coordinator, not the devices, which work together only if all processes
     run the same program.
     """
     service = coordinator()
@@ -192,16 +192,16 @@ def texts_of_all(mine: str) -> list[str]:
 
 
 def text_of_first(mine: str) -> str:
-    """Returns process 0's text in each of them; all have to call this."""
+    """Returns process 0's text in each process; all must call this."""
     return texts_of_all(mine)[0]
 
 
 def fail_together(failure: str, kind: type[Exception] = StorageFailure) -> None:
-    """Raises in every process when one of them gives a failure; all have to call this.
+    """Raises in every process if any of them reports a failure; all must call this.
 
     Args:
-      failure: a sentence; empty where there was none.
-      kind: class of the exception, whose message has the sentences of all that failed.
+      failure: a sentence; empty if there was none.
+      kind: class of the exception; its message has the sentences of all processes that failed.
     """
     texts = texts_of_all(failure)
     if len(set(texts)) > 1:
@@ -211,40 +211,40 @@ def fail_together(failure: str, kind: type[Exception] = StorageFailure) -> None:
 
 
 class Coordinator:
-    """The service that `jax.distributed` started, as a place where processes leave texts. It asks
-    no device, and no process has to come to it.
+    """The service that `jax.distributed` started, as a store for texts. It needs no device, and
+    storing or reading a text does not wait for other processes.
 
     Attributes:
-      index, count: this process, of how many.
+      index, count: index of this process, and number of processes.
     """
 
     def __init__(self, client: Any, index: int, count: int):
         self._client, self.index, self.count, self._met = client, index, count, 0
 
     def post(self, place: str, text: str) -> None:
-        """Leaves this process's text at a place where it has left none."""
+        """Stores this process's text at a place, where it must not have stored one before."""
         self._client.key_value_set(f"wedlm/{place}/{self.index}", text)
 
     def posts(self, place: str) -> dict[int, str]:
-        """Returns what processes have left there until now, by their numbers."""
+        """Returns the texts that processes have stored at a place so far, by process index."""
         found = self._client.key_value_dir_get(f"wedlm/{place}/")
         return {int(name.rpartition("/")[2]): text for name, text in found}
 
     def texts(self, mine: str) -> list[str]:
-        """Does what `texts_of_all` does."""
+        """Implements `texts_of_all`; waits for all processes."""
         before, self._met = f"wedlm/texts/{self._met}/", self._met + 1
         place = f"texts/{self._met}"
         self.post(place, mine)
         self._client.wait_at_barrier(f"wedlm/{place}", MEETING_MS)
         found = self.posts(place)
-        if self.index == 0:  # whoever has come here has read what was said before
+        if self.index == 0:  # every process that got here has read the previous texts
             self._client.key_value_delete(before)
         return [found[index] for index in range(self.count)]
 
 
 def coordinator() -> Coordinator | None:
-    """Returns that of this process's job; None for a process alone."""
-    from jax._src.distributed import global_state  # JAX has no other way to it
+    """Returns the coordinator of this process's job; None for a single process."""
+    from jax._src.distributed import global_state  # JAX has no public access to it
 
     client = global_state.client
     if client is None or global_state.num_processes == 1:
@@ -253,7 +253,7 @@ def coordinator() -> Coordinator | None:
 
 
 _coordinator_of = functools.cache(Coordinator)
-"""One for each client, because it counts the meetings."""
+"""One per client, because it counts the meetings."""
 
 
 def say(text: str) -> None:
@@ -264,14 +264,14 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def replacing_together(folder: str | Path, processes: Processes) -> Iterator[Path]:
-    """Does what `replacing` does by several processes: all write, then process 0 swaps the folders.
+    """Does what `replacing` does, for several processes: all write, then process 0 swaps folders.
 
-    The folder is replaced if every process ended its block well, and by none if one failed;
-    none goes on before that is settled. All of them have to see one file system.
+    The folder is replaced only if every process's block succeeded, and no process continues before
+    that is settled. All must see the same file system.
 
     Raises:
-      InputError, StorageFailure: as in `replacing`; or another process failed so, whose own error
-        tells why.
+      InputError, StorageFailure: as in `replacing`, or another process failed in this way; its own
+        error says why.
     """
     with contextlib.ExitStack() as stack:
         failure: Exception | None = None
@@ -294,11 +294,11 @@ def replacing_together(folder: str | Path, processes: Processes) -> Iterator[Pat
 
 
 def _settle(folder: str | Path, processes: Processes, failure: Exception | None) -> None:
-    """Waits for all; raises where one failed."""
+    """Waits for all processes; raises if one of them failed."""
     well = processes.all_true(failure is None)
     if well:
         return
-    # That all of them end with the status of the one that failed: a launcher sees any of them.
+    # All end with the status of the one that failed, since a launcher may see any of them.
     lasting = processes.all_true(failure is None or isinstance(failure, InputError))
     if failure is not None:
         raise failure

@@ -1,5 +1,5 @@
-"""Shows progress: that of a call that decodes, in the bar of all commands, and in a line while
-something takes long."""
+"""Shows progress: the state of a decoding call, the bar of all commands, and a line while something
+takes long."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Shows the progress of a call that decodes many prompts, over finished and running sequences.
+    """The progress of a call that decodes many prompts, over finished and running sequences.
 
     Attributes:
-      finished: prompts.
-      total: None where prompts come from an iterator.
+      finished: number of finished prompts.
+      total: number of prompts; None if they come from an iterator.
       tokens, forwards, instances: completion tokens, decode forwards and active window slots.
     """
 
@@ -39,7 +39,7 @@ class Progress:
 
 
 STILL = 12
-"""How many times as long a line waits that says the same as the one before."""
+"""How many times longer a line waits if it repeats the one before."""
 
 
 class ProgressBar:
@@ -48,12 +48,12 @@ class ProgressBar:
 
     Args:
       unit: what is counted, such as "records".
-      total: None while that is not known.
-      done: before this bar began; it says nothing about the speed.
-      title: stands before the bar.
+      total: the total count; None while it is unknown.
+      done: the count before this bar began, which does not affect the rate.
+      title: shown before the bar.
       console: where it is shown; by default on standard error.
-      every: seconds between two lines where there is no terminal; None for no lines.
-      percent: whether the share that is done is shown, instead of a count.
+      every: seconds between two lines if there is no terminal; None for no lines.
+      percent: whether to show the share that is done instead of a count.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ProgressBar:
         self._last = ""
 
     def start(self) -> None:
-        """Shows the bar; the clock runs from now on. What is printed meanwhile stands above it."""
+        """Shows the bar and starts the clock. What is printed meanwhile appears above it."""
         self._open.enter_context(through_bar(self._rich))
         self._started = self._told = time.monotonic()
 
@@ -114,14 +114,14 @@ class ProgressBar:
         title: str | None = None,
         seconds_left: float | None = None,
     ) -> None:
-        """Reports progress; may be called as often as one likes.
+        """Reports progress; may be called at any rate.
 
         Args:
-          done: so far, what was done before included.
-          total: if it was not known, or has changed.
+          done: the count so far, including what was done before the bar began.
+          total: the total count, if it was unknown or has changed.
           text: what else is shown; by default the rate.
-          title: in the place of the one before.
-          seconds_left: if the caller knows better than the rate so far; infinite for "not known".
+          title: replaces the previous title.
+          seconds_left: an estimate that is better than the rate so far; infinite for "unknown".
         """
         self._done, self._total = done, self._total if total is None else total
         self._shown = text, seconds_left
@@ -138,7 +138,7 @@ class ProgressBar:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def move(self, done: int) -> None:
-        """Moves the bar of a terminal; what stands beside it stays until the next `update`."""
+        """Moves the bar in a terminal; the text next to it stays until the next `update`."""
         self._done = done
         self._rich.update(self._task, completed=done, line=self.line(*self._shown))
 
@@ -148,8 +148,8 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def saying(self, text: Callable[[float], str]) -> Iterator[None]:
-        """Says what the block does once it takes this many seconds, after the count: in the bar, or
-        where there is none as `saying` does."""
+        """Shows, after the count, what the block has been doing for this many seconds: in the bar,
+        or without one like `saying`."""
 
         def line(seconds: float) -> str:
             return self.line(text(seconds), math.inf)
@@ -164,14 +164,14 @@ class ProgressBar:
 
     @contextlib.contextmanager
     def while_busy(self, what: str) -> Iterator[None]:
-        """Shows what the work waits for, with the time so far: in the bar, or where there is none
-        as `BusyNotice` does."""
+        """Shows what the work waits for, with the time so far: in the bar, or without one like
+        `BusyNotice`."""
         noted = BusyNotice(console=self._console)(what)
         with noted if self._rich.disable else self.saying(so_far(what)):
             yield
 
     def line(self, text: str | None = None, seconds_left: float | None = None) -> str:
-        """Returns what stands beside the bar: "60 of 100 records, 2.5 records/s, 0:16 left"."""
+        """Returns the text next to the bar: "60 of 100 records, 2.5 records/s, 0:16 left"."""
         elapsed = time.monotonic() - self._started
         new = self._done - self._first
         left, rate = (self._total or 0) - self._done, new / max(elapsed, 1e-9)
@@ -179,7 +179,7 @@ class ProgressBar:
             known = self._total is not None and new > 0
             seconds_left = left / rate if known else math.inf
         elif left > 0 and 0 < seconds_left < math.inf:
-            # The caller's estimate may leave time out, such as of compiling; the rate has to agree.
+            # The caller's estimate may exclude time such as compiling; the rate must agree with it.
             rate = left / seconds_left
         parts = [self._count(), text or f"{rate:,.1f} {self._unit}/s"]
         if self._done != self._total and math.isfinite(seconds_left):
@@ -195,7 +195,8 @@ class ProgressBar:
 
 
 SHOWN_S, FIRST_LINE_S, NEXT_LINE_S = 0.5, 2.0, 8.0
-"""When what takes long is first said in a terminal; elsewhere, and when it is said again there."""
+"""Seconds until a slow task is first shown in a terminal; until its first line elsewhere; and
+between two lines there."""
 
 
 @contextlib.contextmanager
@@ -204,16 +205,16 @@ def saying(
     console: Console | None = None,
     before: Callable[[], None] = lambda: None,
 ) -> Iterator[Callable[[], bool]]:
-    """Shows what the block does where it takes long: a line that counts the seconds in a
-    terminal; elsewhere a line after a few seconds, and one now and then.
+    """Shows what the block does if it takes long: a line that counts the seconds in a terminal;
+    elsewhere a line after a few seconds, and one now and then.
 
     Args:
-      text: what is said after this many seconds.
-      console: where it is said; by default on standard error.
+      text: returns what to show after this many seconds.
+      console: where it is shown; by default on standard error.
       before: called once before anything is shown, in any thread.
 
     Yields:
-      a function that tells whether it has taken long.
+      a function that returns whether the block has taken long.
     """
     from rich.console import Console
 
@@ -237,7 +238,7 @@ def saying(
             due = seconds + NEXT_LINE_S
             console.print(text(seconds), markup=False, soft_wrap=True)
 
-    # The line of a terminal goes when no thread writes to it any more.
+    # The line in a terminal is removed only when no thread writes to it any more.
     with contextlib.ExitStack() as shown, ticking(tell, SHOWN_S):
         yield lambda: time.monotonic() - started >= FIRST_LINE_S
 
@@ -261,7 +262,7 @@ class BusyNotice:
 
     Args:
       kept: where programs are kept for the next time; None if nowhere.
-      console: where it is said; by default on standard error.
+      console: where it is shown; by default on standard error.
 
     Attributes:
       before: called before anything is shown; it may end a line that is being written.
@@ -273,7 +274,7 @@ class BusyNotice:
 
     @contextlib.contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        """Makes the context of the work that is waited for."""
+        """Reports while the block waits for ``what``."""
         from rich.console import Console
 
         console, started = self._console or Console(stderr=True, highlight=False), time.monotonic()
@@ -287,14 +288,14 @@ class BusyNotice:
 
 
 def so_far(what: str) -> Callable[[float], str]:
-    """Returns what is said of something that goes on, by its seconds."""
+    """Returns a function from seconds to the text that ``what`` is still in progress."""
     return lambda seconds: f"{what}, {seconds:.0f} s so far"
 
 
 @contextlib.contextmanager
 def ticking(tell: Callable[[float], None], every: float = 1.0) -> Iterator[None]:
-    """Calls ``tell`` with the seconds since the block began, at once and again and again until it
-    ends, from a thread of its own: the block itself is busy in the compiler."""
+    """Calls ``tell`` with the seconds since the block began, at once and then repeatedly until it
+    ends, from a separate thread: the block itself may be busy in the compiler."""
     started, over = time.monotonic(), threading.Event()
 
     def tick() -> None:

@@ -1,10 +1,10 @@
-"""Handles signals, so that an interrupted program ends well; the one place that does.
+"""Handles signals, so that an interrupted program ends cleanly; the only module that does.
 
 Python runs a signal's handler in the main thread, between two of its own instructions. A compiler
-has none for half a minute, so the main thread leaves compiling to another one and waits, which a
-handler interrupts. What it raises then ends the command as any exception does: files are closed,
-the terminal is put right, a job says what is kept. Only the compiler cannot be ended, so that the
-process is (`exit_process`).
+may run for half a minute without any, so the main thread leaves compiling to another thread and
+waits; a handler can interrupt the wait. What it raises then ends the command like any exception:
+files are closed, the terminal is restored, a job says what was kept. Only the compiler cannot be
+stopped, so the process is ended instead (`exit_process`).
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from wedlm_jax.errors import TERMINATED, CompilingInterrupted
 T = TypeVar("T")
 
 _compiling: list[threading.Thread] = []
-"""Threads that compile for the main thread, which waits for the last, if it waits."""
+"""Threads that compile for the main thread; if it waits, then for the last one."""
 _elsewhere: set[object] = set()
-"""One for each block of `beside_main_thread` that is under way."""
+"""One object for each `beside_main_thread` block in progress."""
 _waits = False
 """Whether the main thread waits for a compiler."""
 _open: list[StopRequest] = []
-"""Those that note signals now."""
+"""The requests that currently record signals."""
 
 
 def compiled(compile: Callable[[], T]) -> T:
-    """Returns the result of ``compile``, a call that does not return to Python for long and leaves
-    nothing half-done if the process ends in it.
+    """Returns the result of ``compile``, a call that does not return to Python for a long time and
+    leaves nothing half-done if the process ends during it.
 
     Raises:
-      CompilingInterrupted: Ctrl-C, or another signal that a `StopRequest` handles, has come to the
-        main thread in the meantime, or before: while a program was traced, which takes as long.
+      CompilingInterrupted: Ctrl-C, or another signal that a `StopRequest` handles, has reached the
+        main thread in the meantime, or earlier while a program was traced, which takes as long.
       Exception: whatever ``compile`` raises.
     """
     global _waits
@@ -55,8 +55,8 @@ def compiled(compile: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    # No daemon: where a library's user is interrupted and ends Python, it waits for the thread,
-    # because XLA does not survive that the interpreter ends under it.
+    # Not a daemon: if a user of the library is interrupted and ends Python, Python waits for the
+    # thread, because XLA crashes if the interpreter ends while it compiles.
     thread = threading.Thread(target=work, name="compile")
     try:
         _waits = True
@@ -77,8 +77,8 @@ def compiled(compile: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def beside_main_thread() -> Iterator[None]:
-    """Marks a block in another thread that may not return to Python for long, as where programs are
-    traced and compiled; what it does is worth nothing once the command is over."""
+    """Marks a block in another thread that may not return to Python for a long time, such as
+    tracing and compiling; its result is worthless once the command is over."""
     mine = object()
     _elsewhere.add(mine)
     try:
@@ -88,9 +88,9 @@ def beside_main_thread() -> Iterator[None]:
 
 
 def exit_process(status: int) -> NoReturn:
-    """Ends the process, whose command has nothing left to do; at once, without what Python does at
-    its exit, if a program is still being compiled for a main thread that was interrupted, or in a
-    block of `beside_main_thread`."""
+    """Ends the process once its command has nothing left to do. Python's own exit steps are skipped
+    if a program is still being compiled for an interrupted main thread, or in a block of
+    `beside_main_thread`."""
     if _elsewhere or any(thread.is_alive() for thread in _compiling):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -100,8 +100,8 @@ def exit_process(status: int) -> NoReturn:
 
 @contextlib.contextmanager
 def signal_thread(tell: Callable[[int], None]) -> Iterator[None]:
-    """Calls ``tell`` with the number of each signal that Python handles as soon as it comes, from a
-    thread of its own: a handler waits until the main thread is back from what it computes. To be
+    """Calls ``tell`` with the number of each signal that Python handles as soon as it arrives, from
+    a separate thread: a handler waits until the main thread returns from what it computes. Must be
     entered in the main thread."""
     reads, writes = socket.socketpair()
     writes.setblocking(False)
@@ -123,16 +123,16 @@ def signal_thread(tell: Callable[[int], None]) -> Iterator[None]:
 
 
 class StopRequest:
-    """Notes a signal while it is open; one that comes before or while the main thread waits for a
-    compiler (`compiled`) is raised there, as `CompilingInterrupted`.
+    """Records signals while it is open; a signal that arrives before or while the main thread waits
+    for a compiler (`compiled`) is raised there, as `CompilingInterrupted`.
 
     Args:
-      signals: others to note instead. Beside another, Ctrl-C (SIGINT) is noted once, and a second
-        one interrupts; alone it is noted as often as it comes.
+      signals: the signals to record; SIGTERM by default. With other signals, Ctrl-C (SIGINT) is
+        recorded once, and a second one interrupts; alone, it is recorded every time.
 
     Attributes:
-      requested: whether one has come.
-      status: the exit status that tells which: 128 and its number.
+      requested: whether a signal has arrived.
+      status: the exit status for that signal: 128 plus its number.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
@@ -162,5 +162,5 @@ class StopRequest:
             raise CompilingInterrupted(self.status)
 
     def note(self) -> None:
-        """Notes that a signal has arrived."""
+        """Records that a signal has arrived."""
         self.requested = True

@@ -1,17 +1,17 @@
 """Reads and writes files in folders of this machine and in buckets of Google Cloud Storage.
 
-The one place that knows what the name of a file or folder means. A path from `as_path` is
-`pathlib`'s for a folder, and for ``gs://`` one with the same methods (`etils.epath` over gcsfs),
-so whoever opens, lists or joins does not ask which it is.
+This is the only module that interprets the name of a file or folder. `as_path` returns a `pathlib`
+path for a folder and, for ``gs://``, a path with the same methods (`etils.epath` over gcsfs), so
+code that opens, lists or joins need not distinguish them.
 
-A bucket has no renames, and no folders: an object appears whole when its upload ends, and a
-"folder" is the beginning of names. What has to appear whole or not at all there is copied into its
-place with one file last, without which readers take it for absent (`move_tree`).
+A bucket has neither renames nor folders: an object appears whole when its upload ends, and a
+"folder" is a prefix of names. What must appear whole or not at all is copied into its place with
+one file last, and readers treat it as absent without that file (`move_tree`).
 
-What is damaged is told from a storage that fails (`is_of_storage`): the first is set aside, the
-second is read again (`retried`) and what lies there left alone. Orbax reads and writes by
-Python's own files, by gcsfs and by tensorstore, whose errors are all of one type and say in their
-text what happened.
+Damaged data is distinguished from failing storage (`is_of_storage`): damaged data is set aside; if
+storage fails, the read is retried (`retried`) and the data is left alone. Orbax reads and writes
+through Python's own files, gcsfs and tensorstore. Tensorstore's errors are all of one type, and
+only their text says what happened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wedlm_jax.errors import InputError, StorageFailure, require_extra, shortene
 
 REMOTE = "gs"
 READ_BYTES = 32 * 1024**2
-"""What one request to a bucket brings: a request takes its time however little it brings."""
+"""Bytes per request to a bucket: even a small request takes long."""
 UPLOAD_BYTES = 64 * 1024**2
 
 T = TypeVar("T")
@@ -44,8 +44,7 @@ def as_path(name: str | os.PathLike[str]) -> Path:
     """Returns the path that a user means.
 
     Raises:
-      InputError: a scheme that is neither a folder nor ``gs://``, or the library for it is
-        missing.
+      InputError: its scheme is not ``gs://``, or the library for that is missing.
     """
     text = os.fspath(name)
     scheme = _SCHEME.match(text)
@@ -60,9 +59,9 @@ def as_path(name: str | os.PathLike[str]) -> Path:
     import fsspec
     from etils import epath
 
-    # Other hosts write, too: a listing kept from before would hide what they wrote.
+    # Other hosts write, too: a cached listing would hide what they wrote.
     fsspec.config.conf.setdefault("gcs", {}).setdefault("use_listings_cache", False)
-    # `pathlib` makes one slash of two, so a path that has been through it is mended here.
+    # `pathlib` collapses two slashes into one, which is repaired here.
     return cast(Path, epath.Path(f"{REMOTE}://{text[scheme.end() :]}"))
 
 
@@ -72,7 +71,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def cache_folder() -> Path:
-    """Returns the folder in the user's cache folder for what can be made again."""
+    """Returns the folder in the user's cache folder for data that can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wedlm-jax"
 
 
@@ -80,10 +79,10 @@ def folder_of_this_machine(name: str | os.PathLike[str], what: str) -> Path:
     """Returns a path that must not be in a bucket.
 
     Args:
-      what: it is, for the message: "data.sources".
+      what: its role, for the message, such as "data.sources".
 
     Raises:
-      InputError: it is in one.
+      InputError: it is in a bucket.
     """
     path = as_path(name)
     if is_remote(path):
@@ -95,18 +94,18 @@ def folder_of_this_machine(name: str | os.PathLike[str], what: str) -> Path:
 
 
 def why_absent(folder: Path, name: str) -> str:
-    """Raised when ``folder`` lacks the file ``name``, or that there is no such folder."""
+    """Returns a message that ``folder`` lacks the file ``name``, or does not exist."""
     return f"{folder}: no {name} in this folder" if folder.exists() else f"{folder}: no such folder"
 
 
 def absolute(path: Path) -> Path:
-    """Returns the same path from the root of where it lies."""
+    """Returns the absolute path; a path in a bucket is returned unchanged."""
     return path if is_remote(path) else path.resolve()
 
 
 def open_new(path: Path) -> IO[bytes]:
-    """Opens a file to write from its start. In a bucket it appears when it is closed, whatever
-    has happened; see `upload` for what must not appear in part."""
+    """Opens a file to write from its start. In a bucket it appears when it is closed, even after an
+    error; use `upload` for what must not appear in part."""
     if is_remote(path):
         return cast(IO[bytes], _files().open(str(path), "wb", block_size=UPLOAD_BYTES))
     return path.open("wb")
@@ -126,8 +125,8 @@ def upload(path: Path, content: bytes) -> None:
 
 
 def bucket_error(path: Path, what: str, error: Exception) -> InputError | StorageFailure:
-    """Returns the error to raise for what a bucket's client says, whose errors are of many types,
-    its credentials' among them; see `wedlm_jax.errors.file_error`."""
+    """Returns the error to raise for an error of a bucket's client, of which there are many types,
+    including those of credentials; see `wedlm_jax.errors.file_error`."""
     refused = type(error).__name__ == "DefaultCredentialsError" or getattr(error, "code", None) in (
         401,
         403,
@@ -138,12 +137,12 @@ def bucket_error(path: Path, what: str, error: Exception) -> InputError | Storag
 
 
 def copy_file(source: Path, destination: Path) -> None:
-    """Copies a small file, from and to wherever."""
+    """Copies a small file between any two places."""
     destination.write_bytes(source.read_bytes())
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Returns the bytes of each file in a folder and in those within it, by its name from there."""
+    """Returns the bytes of each file in a folder and its subfolders, by its path in the folder."""
     if is_remote(folder):
         root = f"{_without_scheme(folder)}/"
         found = _files().find(str(folder), detail=True)
@@ -163,18 +162,18 @@ def source_digest(*packages: ModuleType) -> str:
 
 
 def remove_tree(folder: Path) -> None:
-    """Removes what is in a bucket under a name, if there is anything."""
+    """Removes everything under a name in a bucket, if there is anything."""
     names = _files().find(str(folder))
     if names:
         _files().rm(names)
 
 
 def move_tree(source: Path, destination: Path, last: str) -> None:
-    """Makes what lies under one name of a bucket that which lies under another.
+    """Moves everything under one name in a bucket to another, replacing what is there.
 
-    The file ``last`` of the destination is removed before anything else is, and copied after all
-    else: who takes a folder without it for absent never sees half of one. The source is removed at
-    the very end, so a call that was killed is done again by the next.
+    The file ``last`` of the destination is removed first and copied last, so readers that treat a
+    folder without it as absent never see half of one. The source is removed at the very end, so the
+    next call can redo one that was killed.
     """
     files, root = _files(), _without_scheme(source)
     names = [name[len(root) + 1 :] for name in files.find(str(source))]
@@ -187,10 +186,10 @@ def move_tree(source: Path, destination: Path, last: str) -> None:
 
 
 class ByteRanges:
-    """A file whose bytes are read by place; kept open, so that what is read later is this file.
+    """A file that is read by byte offset; it stays open, so that later reads see the same file.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: there is no such file.
     """
 
     def __init__(self, path: Path):
@@ -227,42 +226,42 @@ def _without_scheme(path: Path) -> str:
 # --- storage that fails -------------------------------------------------------------------
 
 PAUSES_S = (2.0, 10.0)
-"""Between attempts to read. A bucket's client has tried several times within each."""
+"""Pauses between attempts to read. A bucket's client tries several times within each attempt."""
 
 _MISSING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR}
 _CLIENTS = {"aiohttp", "gcsfs", "google", "requests", "urllib3"}
-"""Packages whose own exceptions are of networks and permissions; a missing object is Python's
-`FileNotFoundError` there, too."""
+"""Packages whose own exceptions concern networks and permissions; for a missing object they, too,
+raise Python's `FileNotFoundError`."""
 _STATUS = re.compile(
     r"(UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED"
     r"|ABORTED|CANCELLED|INTERNAL|UNKNOWN): "
 )
-"""How tensorstore's messages begin when it got no bytes. Bytes that are wrong are
-DATA_LOSS, OUT_OF_RANGE, FAILED_PRECONDITION or INVALID_ARGUMENT, absent ones NOT_FOUND."""
+"""The start of tensorstore's messages when it got no bytes. Wrong bytes give DATA_LOSS,
+OUT_OF_RANGE, FAILED_PRECONDITION or INVALID_ARGUMENT, missing ones NOT_FOUND."""
 _ERRNO = re.compile(r"os_error_code='(\d+)'")
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Returns whether an error, or one that led to it, comes from a storage that fails."""
+    """Returns whether an error, or one that led to it, comes from failing storage."""
     return any(map(_is_of_storage, _chain(error)))
 
 
 def storage_message(error: BaseException) -> str:
     """Returns the storage's own message, or else the error's, on one line."""
     first = next(filter(_is_of_storage, _chain(error)), error)
-    # Tensorstore goes on with how the array was opened.
+    # Tensorstore appends how the array was opened.
     text = str(first).split(" [tensorstore_spec")[0].split(" [source locations")[0]
     return shortened(text or type(first).__name__, 300)
 
 
 def retried(folder: Path, read: Callable[[], T]) -> T:
-    """Returns the result of ``read``, which is retried, with a message, where the storage fails.
+    """Returns the result of ``read``, which is retried, with a message, if the storage fails.
 
     Args:
-      folder: what is read. What seems damaged counts as damaged only when its files can be opened.
+      folder: the folder that is read; it counts as damaged only if its files can be opened.
 
     Raises:
-      StorageFailure: it failed at the last attempt, too.
+      StorageFailure: the last attempt failed, too.
       Exception: any other error of ``read``.
     """
     for pause in (*PAUSES_S, None):
@@ -290,7 +289,7 @@ def _reached(folder: Path, read: Callable[[], T]) -> T:
 
 
 def _open_all(folder: Path) -> None:
-    """Opens all files in a folder, and raises the error of the storage where it refuses."""
+    """Opens all files in a folder, and raises the storage's error if it refuses."""
     try:
         if is_remote(folder):
             file_sizes(folder)

@@ -44,7 +44,7 @@ class LoraConfig:
       targets: names in `TARGETS`.
       rows: "all", or "masked" for adapters that act on masks only; masks then also have a trained
         embedding, and rows of text stay the unchanged model's, bit for bit.
-      window_size: with "masked", masks of the windows that they are trained on.
+      window_size: with "masked", the number of masks in a training window.
       previous_rank: with "masked", hidden units of a `PreviousTokenHead`; 0 for none.
     """
 

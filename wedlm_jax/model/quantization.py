@@ -1,4 +1,4 @@
-"""8-bit integers in the products of matrices, by qwix.
+"""Quantizes matrix products to 8-bit integers, with qwix.
 
 For decoding, weights are rounded, with a scale for each output of each matrix: those of the layers
 and an untied output projection, not embeddings, norms, biases and a tied output projection.

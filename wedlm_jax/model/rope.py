@@ -56,8 +56,8 @@ def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, flo
         """Returns the (fractional) index of the pair with these turns over the trained length."""
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    # Pairs that turn often tell neighbours apart and stay; those that turn less than once over the
-    # trained length would reach angles that were never trained, and are stretched.
+    # Pairs that turn often tell neighbours apart and are kept; those that turn less than once over
+    # the trained length would reach angles that were never trained, and are stretched.
     low = dimension_of(rope.get("beta_fast") or 32)
     high = dimension_of(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):

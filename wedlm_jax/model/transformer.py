@@ -131,7 +131,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.lora: Any = None  # or the `wedlm_jax.model.lora.LoraConfig` of its adapters
         self.mask_embedding: Any = None  # or, with adapters on masks, the embedding of a mask
-        self.previous_token: Any = None  # or, beside it, a `PreviousTokenHead`
+        self.previous_token: Any = None  # or, with it, a `PreviousTokenHead`
         d, scale = config.hidden_size, config.initializer_range
         self.embed_tokens = nnx.Param(normal(rngs, (config.vocab_size, d), scale, dtype))
         layer_keys = jax.random.split(rngs.params(), config.num_hidden_layers)
@@ -169,7 +169,7 @@ class Transformer(nnx.Module):
           dtype: compute dtype; the parameters' dtype by default.
           remat: one of `wedlm_jax.model.layers.POLICIES`.
           attention: a name in `wedlm_jax.attention.IMPLEMENTATIONS`.
-          tile: side of the splash kernel's tiles; 0 for what suits the chip.
+          tile: side of the splash kernel's tiles; 0 for a size that suits the chip.
           unroll: layers per iteration of the scan; more of them take longer to compile.
 
         Returns:

@@ -1,2 +1,2 @@
-"""JSONL and Parquet files as records, for both jobs: files found in folders, and their records
-read from any place on, in bounded memory."""
+"""Reads JSONL and Parquet files as records, for both jobs: finds files in folders, and reads their
+records from any position in bounded memory."""

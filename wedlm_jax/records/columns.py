@@ -1,5 +1,5 @@
-"""Writes records as a Parquet file, a row group at a time; finds the types of its columns from the
-records' values.
+"""Writes records as a Parquet file, one row group at a time; infers the types of its columns from
+the records' values.
 
 Tested by tests/infer/job/test_result_record.py.
 """
@@ -18,16 +18,16 @@ from wedlm_jax.records.parquet import column_types, require_pyarrow
 LARGEST = 2**63
 GROUP_ROWS = 10_000
 MOST_COLUMNS = 1000
-"""Columns of keys that users chose: more are keys that are data."""
+"""The maximum number of columns from users' keys; more keys than this are themselves data."""
 
 
 class Mixed(Exception):
-    """Describes which two kinds of values no column can have together."""
+    """A value that no column can have, or none together with others; the message says why."""
 
 
 class Columns:
-    """Finds the types of columns: integers and other numbers together are numbers, objects have
-    the keys of all, and a null goes with everything.
+    """Infers the types of columns: integers and other numbers together are numbers, objects get the
+    keys of all objects, and a null fits every type.
 
     Raises:
       InputError: pyarrow is not installed.
@@ -38,13 +38,13 @@ class Columns:
         self.types: dict[str, Any] = {}
 
     def add(self, fields: Mapping[str, Any], where: str) -> None:
-        """Takes the values of a record, as JSON has them.
+        """Adds the values of a record, as parsed from JSON.
 
         Args:
           where: what messages call the record.
 
         Raises:
-          InputError: a value's type is not that of an earlier one, or none that a column can have.
+          InputError: a value's type does not fit that of earlier ones, or no column can have it.
         """
         for name, value in fields.items():
             try:
@@ -53,10 +53,10 @@ class Columns:
                 raise _refusal(where, name, error) from None
 
     def add_file(self, path: Path, shown: str, names: Iterable[str]) -> None:
-        """Takes columns of a Parquet file, as JSON has their values.
+        """Adds columns of a Parquet file, with the types that their values have in JSON.
 
         Raises:
-          InputError: a type is not that of an earlier file.
+          InputError: a type does not fit that of an earlier file.
         """
         types = column_types(path, shown)
         for name in names:
@@ -68,19 +68,19 @@ class Columns:
     def _take(self, name: str, kind: Any) -> None:
         before = self.types.get(name)
         if before is None and len(self.types) >= MOST_COLUMNS:
-            raise Mixed(f"is one of more than {MOST_COLUMNS:,} keys; expected fewer, for columns")
+            raise Mixed(f"is one of more than {MOST_COLUMNS:,} keys, too many for columns")
         self.types[name] = kind if before is None else merged(before, kind)
 
 
 def _refusal(where: str, name: str, error: Mixed) -> InputError:
-    return InputError(f"{where}: {name!r} {error}; a .jsonl file as --output takes all")
+    return InputError(f"{where}: {name!r} {error}; use a .jsonl file as --output")
 
 
 def type_of(value: Any) -> Any:
-    """Returns the Arrow type of a value of JSON.
+    """Returns the Arrow type of a JSON value.
 
     Raises:
-      Mixed: a list holds what no column can have together, or an integer is too large.
+      Mixed: a list mixes types that no column can have together, or an integer is too large.
     """
     import pyarrow as pa
 
@@ -142,8 +142,8 @@ def _named(kind: Any) -> str:
 
 
 def _as_json(kind: Any) -> Any:
-    """Returns the type that a Parquet column's values have in JSON: what that has no form for, such
-    as times, is text there."""
+    """Returns the type that a Parquet column's values have in JSON: values without a JSON form,
+    such as times, become text."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -164,8 +164,8 @@ def _as_json(kind: Any) -> Any:
 
 
 def fitted(value: Any, kind: Any) -> Any:
-    """Returns a value of JSON as a column of its type takes it: with all keys of its objects, and
-    nothing where Parquet can hold none, as for objects without keys."""
+    """Returns a JSON value in the form for a column of type ``kind``: objects have all keys, and
+    what Parquet cannot hold, such as an object without keys, is None."""
     import pyarrow as pa
 
     if value is None or pa.types.is_null(kind):
@@ -180,7 +180,7 @@ def fitted(value: Any, kind: Any) -> Any:
 
 
 def storable(kind: Any) -> Any:
-    """Returns a type that Parquet can store in the place of one that `type_of` returned: it has no
+    """Returns a type from `type_of` in a form that Parquet can store: with nulls in place of
     objects without keys."""
     import pyarrow as pa
 
@@ -198,12 +198,12 @@ Sink: TypeAlias = IO[bytes] | io.RawIOBase
 def write_rows(
     sink: Sink, groups: Iterable[list[dict[str, Any]]], types: Mapping[str, Any]
 ) -> None:
-    """Writes a Parquet file, compressed by zstd.
+    """Writes a Parquet file, compressed with zstd.
 
     Args:
-      sink: takes its bytes, in order.
-      groups: rows of each row group; what a row lacks is null.
-      types: types of the columns, in order; storable.
+      sink: receives its bytes, in order.
+      groups: rows of each row group; missing fields become null.
+      types: types of the columns, in order, from `storable`.
     """
     import pyarrow as pa
 

@@ -19,16 +19,16 @@ GZIP, ZSTD = ".gz", ".zst"
 BLOCK = 2**20
 
 DAMAGE = (EOFError, zlib.error, OSError)
-"""What unpacking raises; the `OSError` of a damaged file has no ``errno``."""
+"""What unpacking a damaged file raises; its `OSError` has no ``errno``."""
 
 
 def is_compressed(path: Path) -> bool:
-    """Returns, by its ending, whether a file is one that `unpacked` unpacks."""
+    """Returns whether a file has an ending that `unpacked` unpacks."""
     return path.suffix.lower() in (GZIP, ZSTD)
 
 
 def unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
-    """Returns what a file holds, unpacked while it is read; itself where it is not compressed.
+    """Returns a stream that unpacks a file while it is read; ``raw`` if it is not compressed.
 
     Args:
       raw: the file, open.
@@ -51,7 +51,7 @@ def unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
 
 @contextlib.contextmanager
 def naming_damage(shown: str) -> Iterator[None]:
-    """Turns what unpacking says of a truncated or damaged file into an `InputError`."""
+    """Turns the errors from unpacking a truncated or damaged file into an `InputError`."""
     try:
         yield
     except DAMAGE as error:
@@ -61,13 +61,13 @@ def naming_damage(shown: str) -> Iterator[None]:
 
 
 def skip(stream: IO[bytes], size: int) -> None:
-    """Reads past this many bytes: what is compressed has to be unpacked to find a place in it."""
+    """Skips bytes by reading them: compressed data must be unpacked to reach a position in it."""
     while size > 0 and (block := stream.read(min(size, BLOCK))):
         size -= len(block)
 
 
 class _Raw(io.RawIOBase):
-    """Reads from a stream of pyarrow's, which has no lines."""
+    """Reads from a pyarrow stream, which has no lines."""
 
     def __init__(self, stream: Any):
         self._stream = stream

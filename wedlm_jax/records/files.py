@@ -1,4 +1,4 @@
-"""Finds files of records in folders, in a fixed order; their ending gives their kind."""
+"""Finds files of records in folders, in a fixed order; a file's ending determines its kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RecordFile:
 
     Attributes:
       path: where its bytes are now.
-      shown: what messages call it: as the user named it.
+      shown: its name in messages, as the user gave it.
       name: its path below the folder that holds all the input, so that the input may be moved as
         a whole.
       kind: `JSONL`, `PARQUET`, or another kind that its reader knows.
@@ -34,11 +34,11 @@ class RecordFile:
 
 @dataclasses.dataclass(frozen=True)
 class FoundFiles:
-    """The files found where the user said.
+    """The files found in the places that the user named.
 
     Attributes:
       files: in the order of their records.
-      others: files in the searched folders whose ending is not one that is read.
+      others: files in the searched folders with other endings, which are not read.
       folders: the folders that were searched.
     """
 
@@ -50,16 +50,16 @@ class FoundFiles:
 def find_files(
     names: Sequence[str], endings: Mapping[str, str], *, otherwise: str | None = None
 ) -> FoundFiles:
-    """Finds files, searching folders in sorted order; hidden files and folders are passed over.
+    """Finds files, searching folders in sorted order; hidden files and folders are skipped.
 
     Args:
-      names: files and folders, one at least.
+      names: files and folders, at least one.
       endings: the kind of a file by the ending of its name, in lower case.
-      otherwise: the kind of a file that is named itself and has another ending; None refuses it.
+      otherwise: the kind of a file in ``names`` that has another ending; None refuses such a file.
 
     Raises:
-      InputError: naming the input that does not exist, whose ending is not known, or that is a
-        folder without any file to read; or that pyarrow is missing.
+      InputError: an input does not exist, has an unknown ending, or is a folder without files to
+        read, or pyarrow is missing; the message names it.
     """
     found: list[tuple[Path, str]] = []
     others: list[Path] = []
@@ -92,10 +92,10 @@ def find_files(
 
 
 def file_size(file: RecordFile) -> int:
-    """Returns its size in bytes.
+    """Returns the file's size in bytes.
 
     Raises:
-      InputError: it is not there.
+      InputError: it does not exist.
     """
     with reading(file):
         return file.path.stat().st_size

@@ -1,4 +1,4 @@
-"""Reads JSON Lines: lines with the places where they begin, and the object in each."""
+"""Reads JSON Lines: lines with their positions, and the object in each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple, NoReturn, Protocol
 from wedlm_jax.errors import InputError, shortened
 
 LARGEST_LINE = 32 * 2**20
-"""Bytes of a line; a longer one is a bad record, of which nothing is kept."""
+"""The maximum bytes of a line; a longer one is a bad record, of which nothing is kept."""
 
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half a character, which JSON can spell but no file can hold."""
@@ -22,8 +22,8 @@ class BadRecord(InputError):
     """A record that cannot be read.
 
     Attributes:
-      reason: one of few, to count by.
-      detail: what is particular to this record.
+      reason: one of a few reasons, to count by.
+      detail: the details of this record.
     """
 
     def __init__(self, reason: str, detail: str):
@@ -52,11 +52,11 @@ class Digest(Protocol):
 def read_lines(
     stream: IO[bytes], at: int = 0, number: int = 1, digest: Digest | None = None
 ) -> Iterator[Line]:
-    """Yields the lines of a stream, but for those of white space only.
+    """Yields the lines of a stream, except those of white space only.
 
     Args:
-      at, number: place and number of the line to begin with, where the stream stands.
-      digest: is fed all the bytes that are read.
+      at, number: position and number of the first line, at which the stream already is.
+      digest: updated with all bytes that are read.
     """
     while True:
         content, size = _bounded_line(stream, digest)
@@ -76,7 +76,7 @@ def parse_object(line: bytes | None) -> dict[str, Any]:
       line: None for one that is too long.
 
     Raises:
-      BadRecord: it is not UTF-8, not JSON, no object, or an object with a key twice.
+      BadRecord: it is not UTF-8, not JSON, not an object, or an object with a duplicate key.
     """
     if line is None:
         raise BadRecord("too long", f"more than {LARGEST_LINE // 2**20} MiB in a line")
@@ -92,11 +92,11 @@ def parse_object(line: bytes | None) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise BadRecord("not UTF-8", "half of a surrogate pair, \\ud800 to \\udfff") from None
     except json.JSONDecodeError as error:
-        # Of its messages, those of strings and control characters end in "at" themselves.
+        # Its messages on strings and control characters already end in "at".
         what = error.msg.removesuffix(" at")
         raise BadRecord("not JSON", f"{what} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
-        # Numbers of thousands of digits, and brackets within brackets without an end.
+        # Numbers with thousands of digits, and brackets that are nested too deeply.
         raise BadRecord("not JSON", shortened(str(error))) from None
     if not isinstance(value, dict):
         raise BadRecord("not a JSON object", shortened(text, 60))
@@ -104,8 +104,8 @@ def parse_object(line: bytes | None) -> dict[str, Any]:
 
 
 def _bounded_line(stream: IO[bytes], digest: Digest | None) -> tuple[bytes | None, int]:
-    """Returns the next line and its size in bytes, 0 at the end; one that is too long is read past,
-    and None is returned for it."""
+    """Returns the next line and its size in bytes, 0 at the end; skips a line that is too long and
+    returns None for it."""
     content = stream.readline(LARGEST_LINE + 1)
     if digest is not None:
         digest.update(content)

@@ -17,7 +17,7 @@ class NotParquet(InputError):
     """A file that pyarrow cannot read, wholly or in part.
 
     Attributes:
-      detail: what pyarrow says of it.
+      detail: pyarrow's message.
     """
 
     def __init__(self, shown: str, detail: str):
@@ -63,12 +63,12 @@ def read_rows(
     optional: Collection[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yields rows without their nulls: in a table every row has all columns, and every struct all
-    fields, so a null cannot be told from what is not there.
+    fields, so a null cannot be distinguished from a missing value.
 
     Args:
       path: path of the file.
-      shown: what messages call it.
-      columns: to read; of these, those that the file has. None for all.
+      shown: its name in messages.
+      columns: columns to read, if the file has them; None for all.
       start: number of the first row, from 0.
       count: number of rows; None for all from there on.
       optional: columns whose nulls are left out; others keep them. None for all.
@@ -113,18 +113,18 @@ def _others(row: dict[str, Any], optional: Collection[str]) -> dict[str, Any]:
 @contextlib.contextmanager
 def _opened(path: Path, shown: str) -> Iterator[Any]:
     try:
-        # Buffered, a column of a row group is read a little at a time.
+        # With a buffer, a row group's column is read a little at a time.
         with require_pyarrow().ParquetFile(path, buffer_size=READ_BUFFER) as file:
             yield file
     except InputError:
         raise
     except Exception as error:
-        # pyarrow has error types of its own, for all that may be damaged.
+        # pyarrow has its own error types for everything that may be damaged.
         raise NotParquet(shown, shortened(str(error))) from None
 
 
 def without_nulls(struct: dict[str, Any]) -> dict[str, Any]:
-    """Returns a struct without its nulls, nor structs in it that hold nothing else."""
+    """Returns a struct without its nulls and without inner structs that hold nothing else."""
     kept = {}
     for key, value in struct.items():
         if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """Reads questions with known answers from a JSONL file, and judges completions of them: for demo,
-evaluate, bench, and runs that evaluate in mid-training.
+evaluate, bench, and runs that evaluate during training.
 
-The file beside the embedded model holds prompts whose hash kept them out of its training data.
+The file next to the embedded model holds prompts whose hash kept them out of its training data.
 docs/evaluation.md describes the format.
 """
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from wedlm_jax.text import Messages, TextCodec
 
 MATCHES = ("exact", "contains", "last_line", "last_number")
-"""How an answer is compared with a completion; white space at their ends never counts."""
+"""How an answer is compared with a completion; white space around either never counts."""
 
 FIELDS = ("prompt", "messages", "answer", "match", "regime", "kind", "id")
 
 NUMBER = re.compile(
-    r"(?:(?<![\w)])[-−])?"  # a sign; the minus of 5-3 is none
+    r"(?:(?<![\w)])[-−])?"  # a sign; the minus of 5-3 is not one
     r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?"  # 1,000 or 1000 or 0.5 or .5
     r"(?:[eE][-+]?\d{1,3}\b)?"
 )
@@ -42,9 +42,8 @@ class Question:
     Attributes:
       prompt: what is asked, as a person reads it: a text, or the last message of a conversation.
       answer: the reference.
-      match: one of `MATCHES`; None where nothing is right or wrong.
-      messages: the conversation, for the chat template; None where ``prompt`` is completed as it
-        stands.
+      match: one of `MATCHES`; None if there is no right answer.
+      messages: the conversation, for the chat template; None if ``prompt`` is completed as it is.
       regime: the group in which it is counted.
       kind: a note on it.
       place: its file and line, for messages.
@@ -64,7 +63,7 @@ class Question:
         return self._compared(self.answer)
 
     def is_right(self, text: str) -> bool | None:
-        """Returns whether a completion is right; None where there is no right answer."""
+        """Returns whether a completion is right; None if there is no right answer."""
         if self.match is None:
             return None
         if self.match == "contains":
@@ -78,7 +77,7 @@ class Question:
         """Returns the token ids of the prompt as the model reads it.
 
         Raises:
-          InputError: naming the line, and why the tokenizer has no such prompt.
+          InputError: the tokenizer cannot encode the prompt; the message names the line and why.
         """
         with self.named():
             if self.messages is None:
@@ -106,11 +105,11 @@ class Tally:
     """Scores of completions of questions.
 
     Attributes:
-      questions: how many.
-      judged: those with a right answer.
-      right: answered so.
+      questions: number of questions.
+      judged: number of those with a right answer.
+      right: number of those answered correctly.
       tokens, forwards, instances: totals: tokens committed, decode forwards, active window slots.
-      cut: answers that had no end within the tokens they were allowed.
+      cut: number of answers that reached their token limit before an end.
     """
 
     questions: int = 0
@@ -123,7 +122,7 @@ class Tally:
 
     @property
     def accuracy(self) -> float | None:
-        """Share answered right; None where there is no right answer."""
+        """The share answered correctly; None if no question has a right answer."""
         return self.right / self.judged if self.judged else None
 
 
@@ -143,7 +142,7 @@ def tally(questions: Sequence[Question], completions: Sequence[Completion]) -> T
 
 
 def last_number(text: str) -> Decimal | None:
-    """Returns the last number that a text writes in digits; 1,000 and 1000.0 are one number."""
+    """Returns the last number that a text writes in digits; 1,000 and 1000.0 are the same."""
     found = NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "").replace("−", "-")) if found else None
 
@@ -155,11 +154,11 @@ def read_questions(
 
     Args:
       path: a JSONL file; its name without the ending is the regime of records that name none.
-      match: how records are judged that do not say.
+      match: how records without a ``match`` are judged.
       chat: whether a ``prompt`` is a user's message, for the chat template.
 
     Raises:
-      InputError: naming the file, the line and the field.
+      InputError: a record is not valid; the message names the file, the line and the field.
     """
     regimes: dict[str, list[Question]] = {}
     try:
@@ -211,7 +210,7 @@ def _match(given: Any) -> str | None:
 
 
 def _answer(fields: Mapping[str, Any], match: str | None) -> str:
-    """Returns the reference as a text; there may be none where nothing is right or wrong."""
+    """Returns the reference as a text; it may be missing if there is no right answer."""
     if "answer" not in fields and match is None:
         return ""
     if "answer" not in fields:

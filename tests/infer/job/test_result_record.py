@@ -204,7 +204,7 @@ MIXED = [
     ([{"x": None}, {"x": {"y": [1]}}, {"x": {"y": [True]}}], "line 3: 'x' is true or false here"),
     ([{"x": [1, "a"]}], "line 1: 'x' is a text here and an integer before"),
     ([{"x": [1]}, {"x": {}}], "line 2: 'x' is an object here and a list before"),
-    ([{"x": 2**63}], "line 1: 'x' is an integer of more than 64 bits; a .jsonl file as --output "),
+    ([{"x": 2**63}], "line 1: 'x' is an integer of more than 64 bits; use a .jsonl file as "),
     ([{"id": "a"}, {}], "line 2: 'id' is an integer here and a text before, and a column has"),
     ([BATCH], "batch files are answered in that form, which has no columns"),
 ]

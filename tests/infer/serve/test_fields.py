@@ -156,7 +156,7 @@ TEXT_FIELDS = [
 CHAT_FIELDS = [
     ({"messages": []}, "messages: list should have at least 1 item"),
     ({"messages": "hello"}, "messages: input should be a valid list"),
-    ({"tools": [{"type": "function"}]}, "chat template does not write any"),
+    ({"tools": [{"type": "function"}]}, "chat template does not support them"),
     ({"tools": "count"}, "tools: input should be a valid list"),
     ({"tool_choice": "required"}, "input should be 'none' or 'auto'"),
     ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' cannot be set there"),
@@ -179,18 +179,18 @@ CHAT_FIELDS = [
     ({"response_format": JSON_OBJECT, "json_schema": SCHEMA}, "means the same as json_schema"),
     ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
     ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
-    ({"regex": "a", "response_format": JSON_OBJECT}, "regex: expected none"),
+    ({"regex": "a", "response_format": JSON_OBJECT}, "regex: cannot be combined"),
     ({"regex": "(?=a)"}, "regex: look-around"),
     ({"structured_outputs": {"regex": "(?=a)"}}, "regex: look-around"),
     ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
 ]
-MESSAGES_READ = "this model reads texts alone"
+MESSAGES_READ = "this model reads only text"
 ROLES = "expected one of system, developer, user, assistant, tool, function"
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 BAD_MESSAGES = [
     ({"role": "user"}, "content", "messages[0].content: expected a text"),
     ({"role": "king", "content": "x"}, "role", f"messages[0].role: {ROLES}"),
-    (IMAGE, "content.0", f"messages[0].content[0]: 'image_url' is not taken; {MESSAGES_READ}"),
+    (IMAGE, "content.0", f"messages[0].content[0]: 'image_url' is not supported; {MESSAGES_READ}"),
 ]
 PLACES = "37 completions are requested; this server takes 36 at most"
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -134,11 +134,11 @@ def test_it_has_the_tokenizer_of_its_base(tmp_path):
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
         ({"r": 0}, "above 0 as r, not 0"),
-        ({"r": RANK + 1}, "have rank 3, and adapter_config.json says r 4"),
+        ({"r": RANK + 1}, "have rank 3, but adapter_config.json says r 4"),
         ({"lora_alpha": "16"}, "lora_alpha, not '16'"),
         ({"base_model_name_or_path": None}, "does not name the base"),
         ({"base_model_name_or_path": "/nowhere/at/all"}, "no such folder"),
-        ({"base_model_name_or_path": "../adapters"}, "is adapters, too"),
+        ({"base_model_name_or_path": "../adapters"}, "is also a folder of adapters"),
         ({"wedlm": {"rows": "masked"}}, "a drafter"),
     ],
     ids=str,
@@ -152,10 +152,10 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path, changes, words):
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
-        (f"{PREFIX}lm_head.lora_A.weight", None, "has lora_B alone"),
+        (f"{PREFIX}lm_head.lora_A.weight", None, "has only lora_B"),
         (f"{PREFIX}lm_head.lora_A.weight", (RANK, 5), "do not fit"),
-        (f"{PREFIX}model.norm.lora_A.weight", (RANK, 5), "alone"),
-        (f"{PREFIX}model.embed_tokens.lora_embedding_A", (RANK, 5), "not LoRA's A or B"),
+        (f"{PREFIX}model.norm.lora_A.weight", (RANK, 5), "has only"),
+        (f"{PREFIX}model.embed_tokens.lora_embedding_A", (RANK, 5), "not a LoRA A or B matrix"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(adapters, name, shape, words):
@@ -173,7 +173,7 @@ def test_adapters_of_another_model_and_files_cut_off(adapters, tmp_path):
     config = json.loads((adapters / CONFIG).read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = str(other)
     (adapters / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-    with refused("model.layers.1.mlp.down_proj.weight", "no matrix of the base"):
+    with refused("model.layers.1.mlp.down_proj.weight", "not a matrix of the base"):
         open_checkpoint(adapters)
     (adapters / WEIGHTS).write_bytes((adapters / WEIGHTS).read_bytes()[:-100])
     with refused(str(adapters)):

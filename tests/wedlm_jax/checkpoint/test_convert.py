@@ -125,7 +125,7 @@ def test_only_the_name_changes_with_the_model_type(tmp_path):
         (1, "is orbax already", {"to": "orbax"}),
         (
             0,
-            "--model-type qwen3: its models have other parameters",
+            "--model-type qwen3: does not match this model",
             {"to": "hf", "model_type": "qwen3"},
         ),
         (0, "'gguf'", {"to": "gguf"}),
@@ -143,7 +143,7 @@ def test_folders_inside_one_another(hf, tmp_path):
     refusal(hf, link, "are the same folder", force=True)
     refusal(hf, hf / "out", "lies inside the source folder")
     shutil.copy(hf / "config.json", tmp_path)
-    refusal(hf, tmp_path, "holds the source", force=True)
+    refusal(hf, tmp_path, "contains the source", force=True)
 
 
 def test_destination_in_use(hf, tmp_path):

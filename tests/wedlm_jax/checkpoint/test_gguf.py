@@ -189,7 +189,7 @@ def test_logits_are_those_of_transformers(tmp_path):
     np.testing.assert_allclose(np.asarray(ours), expected, atol=2e-4 * np.abs(expected).max())
 
 
-ONLY_GGUF = "truncated or not a sound GGUF file"
+ONLY_GGUF = "truncated or not a valid GGUF file"
 Q_PROJ = "blk.0.attn_q.weight"
 
 
@@ -209,12 +209,12 @@ def of_unknown_type(content):
         ({"llama.logit_scale": 0.5}, "llama.logit_scale 0.5 is not supported"),
         ({"llama.embedding_length": None}, "its metadata lacks llama.embedding_length"),
         ({"llama.block_count": 0}, "num_hidden_layers must be a positive integer, not 0"),
-        ({"llama.rope.dimension_count": 16}, "count 16 is not supported, where a head has 32"),
-        ({"split.count": 3}, "one of 3 parts, which are not read"),
+        ({"llama.rope.dimension_count": 16}, "count 16 is not supported (only 32, the dimensions"),
+        ({"split.count": 3}, "one of 3 parts; join them"),
         ({"tokenizer.ggml.pre": "jais"}, "pre-tokenizer 'jais' is not supported (only gpt-2, "),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
         ({"TQ2_0": np.zeros((256, 66), np.uint8)}, f"tensor {Q_PROJ!r} is of type TQ2_0, which is"),
-        ({"content": of_unknown_type}, "a tensor is of type 99, which is not known"),
+        ({"content": of_unknown_type}, "a tensor has the unknown type 99"),
         ({"blk.1.ffn_up.weight": None}, "tensor 'blk.1.ffn_up.weight' is missing"),
         ({"token_embd.weight": None}, "tensor 'token_embd.weight' is missing"),
         (
@@ -228,8 +228,8 @@ def of_unknown_type(content):
         ({"content": lambda content: content[:-100]}, ONLY_GGUF),
         ({"content": lambda content: content[:900]}, ONLY_GGUF),
         ({"content": lambda content: content[:10]}, ONLY_GGUF),
-        ({"content": lambda _: b""}, "not a GGUF file, or cut off at its first bytes"),
-        ({"content": lambda _: b"PK\x03\x04 and more"}, "not a GGUF file, or cut off at its first"),
+        ({"content": lambda _: b""}, "not a GGUF file, or truncated in its first bytes"),
+        ({"content": lambda _: b"PK\x03\x04 and more"}, "not a GGUF file, or truncated in its"),
     ],
 )
 def test_bad_files_are_refused_in_a_sentence(tmp_path, capsys, fault, message):

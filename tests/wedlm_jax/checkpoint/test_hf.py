@@ -130,7 +130,7 @@ def test_its_stop_tokens_join_those_of_config_json(folder, given):
         ('{"eos_token_id": [1, null]}', "as eos_token_id"),
         ('{"eos_token_id": true}', "as eos_token_id"),
         ('{"eos_token_id": -1}', "as eos_token_id"),
-        ('{"eos_token_id": 999999}', "of the vocabulary of"),
+        ('{"eos_token_id": 999999}', "must be a token id below vocab_size"),
         ('{"do_sample": "yes"}', "true or false as do_sample"),
         ("[]", "expected a JSON object"),
         ("{", "not valid JSON"),

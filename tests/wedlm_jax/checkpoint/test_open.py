@@ -142,7 +142,7 @@ def test_a_name_like_it_is_answered_with_it(package, name):
     ("command", "name", "message"),
     [
         ("info", "smollm", "smollm: no such folder; did you mean 'smollm2'?"),
-        ("convert", "Qwen/Qwen3-8B", "is fetched by `hf download Qwen/Qwen3-8B --local-"),
+        ("convert", "Qwen/Qwen3-8B", "with `hf download Qwen/Qwen3-8B --local-"),
         ("info", "runs/none", "runs/none: no such folder\n"),
         ("info", "./none", "none: no such folder\n"),
     ],
