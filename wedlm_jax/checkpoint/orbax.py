@@ -113,8 +113,8 @@ def write_arrays(folder: Path, arrays: Iterable[DeferredArray]) -> None:
 
     Args:
       folder: must not exist.
-      arrays: arrays named by dotted path, such as ``layers.mlp.up_proj.weight``. Few are in memory
-        at once: one is read while another is written.
+      arrays: arrays named by dotted path, such as ``layers.mlp.up_proj.weight``. Each is read after
+        the previous one is on disk.
     """
     tree = _nested({array.name: array for array in arrays})
     with quiet():
