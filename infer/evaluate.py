@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.records.questions import Question
 
-KINDS = ("ar", "blockwise", "paper", "verified")
+KINDS = ("ar", "paper", "verified")
 """Of decoders, in the order in which they are compared."""
 
 QUESTION_OPTIONS: dict[str, Any] = {
@@ -229,8 +229,7 @@ def decoders_at(
     kinds: Sequence[str] = KINDS,
     **others: Any,
 ) -> list[Decoder]:
-    """Returns AR decoding, block-wise decoding and mode paper at each threshold, and verified
-    decoding.
+    """Returns AR decoding, mode paper at each threshold, and verified decoding.
 
     Args:
       window_size: W; None for the engine's default.
@@ -255,15 +254,12 @@ def decoders_at(
         llm = loaded(window_size=0)
         decoders.append(Decoder("AR", llm, dataclasses.replace(base, mode="ar")))
         masks = llm.engine.config.knows_masks
-        if not masks and {"blockwise", "paper"} & set(kinds):
+        if not masks and "paper" in kinds:
             print(
                 f"{llm.name} was not trained on masks: AR and verified decoding alone",
                 file=sys.stderr,
             )
             kinds = [kind for kind in kinds if kind == "verified"]
-    if "blockwise" in kinds:
-        llm = loaded(window_size=window_size, refill="blockwise")
-        decoders += [Decoder(f"block-wise τ={p.entropy_threshold:g}", llm, p) for p in at]
     if {"paper", "verified"} & set(kinds):
         llm = loaded(window_size=window_size if masks else None)
     if "paper" in kinds:
@@ -363,9 +359,9 @@ def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="wedlm evaluate",
         usage="wedlm evaluate [--model DIR] [--questions FILE | --tasks NAME ...] [options]",
-        description="Accuracy and speed of AR, block-wise, streaming and verified decoding from "
-        "the same weights,\non questions held out from the embedded model's training, or your own; "
-        "or the scores of a\nmodel on tasks of lm-evaluation-harness.",
+        description="Accuracy and speed of AR decoding, mode paper and verified decoding from the "
+        "same weights, on\nquestions held out from the embedded model's training, or your own; or "
+        "the scores of a model\non tasks of lm-evaluation-harness.",
         epilog="docs/evaluation.md tells the format of questions, and how HumanEval is run.\n\n"
         "examples:\n"
         "  wedlm evaluate --samples 100 --entropy-threshold 0.4 --plot scores.svg\n"

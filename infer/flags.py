@@ -23,7 +23,7 @@ NOT_FLAGS = ("logit_bias",)
 ENGINE_FLAGS = tuple(
     name
     for name in ENGINE_OPTIONS
-    if name not in ("refill", "lookup", "page_size", "num_pages", "chunk_tokens")
+    if name not in ("lookup", "page_size", "num_pages", "chunk_tokens")
 )
 """Fields of `EngineConfig` that have a flag."""
 SHARED = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic", "backup_masks")

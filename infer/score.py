@@ -35,15 +35,6 @@ class Score(Tally):
     seconds: list[float]
 
     @property
-    def tokens_per_forward(self) -> float:
-        return self.tokens / max(self.forwards, 1)
-
-    @property
-    def p_cache(self) -> float:
-        """Completion tokens over processed token instances (WeDLM section 3)."""
-        return self.tokens / max(self.instances, 1)
-
-    @property
     def tokens_per_second(self) -> float:
         return self.tokens / max(statistics.median(self.seconds), 1e-9)
 

@@ -42,8 +42,6 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "true":
 
 import hypothesis
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -52,9 +50,9 @@ from flax import nnx
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.decode import DRAWN, TINY, small_engine
 from tests.forward_sizes import one_size, two_sizes
+from tests.reference.full_forward import full_forward as reference_forward
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.host import notices, progress
-from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 
 # Devices for the tests of sharding. What is not sharded runs on the first alone.
@@ -132,11 +130,6 @@ def one_size_engine(tiny_model):
 
 
 @pytest.fixture(scope="session")
-def blockwise_engine(tiny_model):
-    return small_engine(tiny_model, DRAWN, refill="blockwise", deterministic=True)
-
-
-@pytest.fixture(scope="session")
 def autoregressive_engine(tiny_model):
     return small_engine(tiny_model, window_size=0)
 
@@ -144,18 +137,4 @@ def autoregressive_engine(tiny_model):
 @pytest.fixture(scope="session")
 def full_forward(tiny_model):
     """Logits ``[T, V]`` of a text under a plain causal mask, without a cache."""
-    graph, parameters = nnx.split(tiny_model)
-    length = 64
-
-    @jax.jit
-    def padded(parameters, ids, positions):
-        model = nnx.merge(graph, parameters)
-        return model.logits(model(ids, positions, CausalMask()))
-
-    def forward(ids, positions):
-        # Padding stands behind, where nothing sees it; one shape compiles once.
-        padding = [0] * (length - len(ids))
-        rows = (jnp.asarray([[*x, *padding]], jnp.int32) for x in (ids, positions))
-        return np.asarray(padded(parameters, *rows))[0, : len(ids)]
-
-    return forward
+    return reference_forward(tiny_model)

@@ -387,7 +387,7 @@ class AskedQuestions:
                 if own.accuracy is not None:
                     record[f"question_accuracy/{regime}"] = own.accuracy
         return record | {
-            "question_tokens_per_forward": whole.tokens / max(whole.forwards, 1),
+            "question_tokens_per_forward": whole.tokens_per_forward,
             "questions": whole.questions,
             "questions_cut": whole.cut,
         }

@@ -61,7 +61,6 @@ def identity_of(llm: LLM, workload: Workload) -> Identity:
         "params": dataclasses.asdict(workload.params),
         "chat": workload.chat,
         "window_size": llm.engine.window_size,
-        "refill": llm.engine.settings.refill,
         "max_model_len": llm.engine.max_model_len,
         "dtype": llm.dtype,
         "deterministic": llm.engine.settings.deterministic,

@@ -3,10 +3,11 @@ import json
 import pytest
 
 from benchmarks import tradeoffs
-from infer.evaluate import Decoder
+from infer.evaluate import Decoder, decoders_at
 from infer.score import Score
 from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.records.questions import Question
 
 REGIMES = ("low_entropy", "prose")
 
@@ -34,8 +35,8 @@ def calls(monkeypatch):
     """Decoders without a model, whose scores depend on the threshold; what was evaluated."""
     calls = []
 
-    def decoders_at(model, thresholds, *, window_size, kinds):
-        names = ["AR", *(f"paper τ={x:g}" for x in thresholds), "block-wise τ=0.4", "verified"]
+    def decoders_at(model, thresholds, *, window_size):
+        names = ["AR", *(f"paper τ={x:g}" for x in thresholds), "verified"]
         taus = [name.partition("τ=")[2] for name in names]
         params = [
             SamplingParams(mode="paper", entropy_threshold=float(tau) if tau else None)
@@ -51,8 +52,15 @@ def calls(monkeypatch):
             for place, one in enumerate(decoders)
         ]
 
+    def block_wise(decoders, window, regimes):
+        of = {"kind": "block-wise", "decoder": "block-wise τ=0.4", "threshold": 0.4}
+        counts = {"accuracy": 1.0, "tokens_per_forward": 3.0, "p_cache": 0.4}
+        where = {"regime": "low_entropy", "window": window, "penalty": 0.02}
+        return [{**of, **where, **counts, "speed": None}]
+
     monkeypatch.setattr(tradeoffs, "decoders_at", decoders_at)
     monkeypatch.setattr(tradeoffs, "evaluate_all", evaluate_all)
+    monkeypatch.setattr(tradeoffs, "block_wise", block_wise)
     return calls
 
 
@@ -80,7 +88,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(calls, tmp_path, monkeypatc
     ]
     rows = [row for group in made["groups"].values() for row in group]
     # Verified and block-wise decoding have one λ only; AR is in every group.
-    assert [len(group) for group in made["groups"].values()] == [6, 10, 6, 10]
+    assert [len(group) for group in made["groups"].values()] == [6, 9, 6, 9]
     assert {row["speed"] for row in rows if row["kind"] == "AR"} == {1.0}
     assert [name for name, _ in calls[0]] == ["AR", "paper τ=0.4", "paper τ=0.9"]
     assert {penalty for _, penalty in calls[0]} == {0.0}
@@ -93,6 +101,24 @@ def test_figures_of_other_settings_are_not_mixed(calls, tmp_path):
         tradeoffs.main([*arguments, "--samples", "5"])
     with pytest.raises(InputError, match="--regime: expected some of low_entropy, "):
         tradeoffs.main([*arguments, "--regime", "poems"])
+
+
+def test_block_wise_decoding_finishes_a_window_before_the_next_one_opens(checkpoint):
+    """Where a forward fills every mask, the next one commits them all."""
+    decoders = decoders_at(
+        str(checkpoint), [0.0, 99.0], window_size=4, max_tokens=11, ignore_eos=True
+    )
+    questions = [Question(prompt, "x", "exact", regime="r") for prompt in ("the cat", "12 + 30 =")]
+    careful, bold = tradeoffs.block_wise(decoders, 4, [questions])
+    assert (careful["decoder"], bold["decoder"]) == ("block-wise τ=0", "block-wise τ=99")
+    for row in (careful, bold):
+        assert (row["regime"], row["questions"], row["tokens"], row["cut"]) == ("r", 2, 22, 2)
+        assert (row["accuracy"], row["speed"]) == (0.0, None)
+    assert (bold["forwards"], bold["instances"]) == (2 * 6, 2 * 6 * 4)
+    assert (bold["tokens_per_forward"], bold["p_cache"]) == (22 / 12, 22 / 48)
+    # One mask a forward, and the window is not refilled while it is committed.
+    assert careful["forwards"] > 22
+    assert careful["instances"] < 4 * careful["forwards"]
 
 
 def test_the_output_is_needed_before_anything_is_measured(calls):
@@ -109,7 +135,7 @@ def test_the_front_has_what_no_other_point_beats():
     assert tradeoffs.pareto([{"accuracy": None, "tokens_per_forward": 1.0}]) == []
 
 
-def test_the_figure_is_drawn(calls, tmp_path):
+def test_the_figure_is_drawn(calls, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "figures.svg"
     output = str(tmp_path / "figures.json")
@@ -118,3 +144,4 @@ def test_the_figure_is_drawn(calls, tmp_path):
     assert "low entropy" in text
     assert "prose" not in text
     assert "block-wise" in text
+    assert "None" not in capsys.readouterr().out

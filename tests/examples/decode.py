@@ -180,7 +180,7 @@ def assert_logprobs_near(ours, theirs):
         assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
 
 
-def reference(forward, config, case, refill="streaming"):
+def reference(forward, config, case):
     return decode(
         forward,
         case.prompt,
@@ -188,5 +188,4 @@ def reference(forward, config, case, refill="streaming"):
         window=case.window,
         mask_token_id=config.require_mask_token_id(),
         eos_token_ids=config.eos_token_ids,
-        refill=refill,
     )

@@ -31,11 +31,11 @@ def test_the_command_writes_what_it_prints(checkpoint, questions_file, tmp_path,
     assert [(s["regime"], s["decoder"]) for s in scores] == [
         (regime, decoder)
         for regime in ("low_entropy", "prose")
-        for decoder in ("AR", "block-wise τ=0.4", "paper τ=0.4", "verified")
+        for decoder in ("AR", "paper τ=0.4", "verified")
     ]
-    assert [s["accuracy"] for s in scores[4:]] == [None] * 4
+    assert [s["accuracy"] for s in scores[3:]] == [None] * 3
     assert all(s["questions"] == 2 and s["tokens"] <= 2 * 96 for s in scores)
-    for ar, _, paper, verified in (scores[:4], scores[4:]):
+    for ar, paper, verified in (scores[:3], scores[3:]):
         assert ar["tokens"] == ar["forwards"] == ar["instances"] == verified["tokens"]
         assert ar["tokens_per_forward"] == ar["p_cache"] == 1, "exactly"
         assert ar["as_first"] == verified["as_first"] == ar["ar_agrees"] == 1
@@ -48,7 +48,7 @@ def test_the_command_writes_what_it_prints(checkpoint, questions_file, tmp_path,
     for name in ("AR agrees", "tokens/forward", "tokens/second"):
         assert f"\n{name} " in printed, "a column's name in the legend is on one line"
     drawn = plot.read_text(encoding="utf-8")
-    assert all(name in drawn for name in ("low entropy", "prose", "verified", "block-wise"))
+    assert all(name in drawn for name in ("low entropy", "prose", "verified", "paper"))
 
 
 def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(

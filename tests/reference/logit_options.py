@@ -22,15 +22,16 @@ def adjusted(logits, params, prompt, completion, place, stop_ids):
     """``logits [V]`` for the token at ``place`` of the completion."""
     logits = np.array(logits, np.float64)
     counts = Counter(token for token in completion if token is not None)
-    for token in range(len(logits)):
-        logits[token] += params.logit_bias.get(token, 0)
-        if token in counts or token in prompt:
-            factor = params.repetition_penalty
-            logits[token] *= 1 / factor if logits[token] > 0 else factor
-        logits[token] -= params.frequency_penalty * counts[token]
-        logits[token] -= params.presence_penalty * (token in counts)
-        if place < params.min_tokens and token in stop_ids:
-            logits[token] = -np.inf
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    for token in {*counts, *prompt}:
+        factor = params.repetition_penalty
+        logits[token] *= 1 / factor if logits[token] > 0 else factor
+    for token, count in counts.items():
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty
+    if place < params.min_tokens:
+        logits[[*stop_ids]] = -np.inf
+    for token in range(len(logits)) if params.bad_words else ():
         there = [*completion, *[None] * (place + 1 - len(completion))]
         there[place] = token
         if any(place in word for word in bad_words_in(there, params)):
@@ -62,5 +63,5 @@ def logprobs(logits, token, count):
     logits = np.asarray(logits, np.float64)
     normal = logits - logits.max()
     normal -= np.log(np.exp(normal).sum())
-    best = sorted(range(len(logits)), key=lambda t: (-normal[t], t))[:count]
+    best = np.argsort(-normal, kind="stable")[:count].tolist()
     return float(normal[token]), [(t, float(normal[t])) for t in best]

@@ -16,7 +16,8 @@ def softmax(logits):
 def entropy(logits):
     """In nats; a token of probability 0 adds nothing."""
     probability = softmax(np.asarray(logits, np.float64))
-    return float(-sum(p * np.log(p) for p in probability if p > 0))
+    probability = probability[probability > 0]
+    return float(-(probability * np.log(probability)).sum())
 
 
 def masks_to_fill(entropies, slots, threshold, penalty):

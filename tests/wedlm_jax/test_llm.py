@@ -380,7 +380,6 @@ def test_refused_calls(llm, call, message):
         ({"attention": "flash"}, "attention: expected one of"),
         ({"window_size": -1}, "window_size: expected an integer"),
         ({"max_model_len": CONTEXT + 1}, f"max_model_len: expected 1 to {CONTEXT}"),
-        ({"refill": "never"}, "refill: expected one of"),
         ({"quantization": "int3"}, "quantization: expected one of int8, None, not 'int3'"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of int8, None, not 'fp8'"),
     ],

@@ -52,7 +52,6 @@ class Program:
       traits: the sampling options that its sequences may use.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       vocabulary: the tokens that may be chosen.
-      refill: "streaming", or "blockwise" for the paper's baseline.
       backup: the most backup masks of a sequence.
     """
 
@@ -60,7 +59,6 @@ class Program:
     traits: Traits
     attention: str
     vocabulary: Vocabulary
-    refill: str = "streaming"
     backup: int = 0
 
     def draft_budget(self, options: Options) -> Array | None:

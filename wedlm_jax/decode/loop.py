@@ -209,7 +209,7 @@ def advance(
         ),
         filled=jnp.where(ran[:, None], decision.kept | fills, state.filled),
     )
-    state = move_windows(state, options, run, program.refill)
+    state = move_windows(state, options, run)
     going_on = options.anchored & ran & state.running
     if program.traits.anchored:
         state = put_in_front(state, going_on, options)
@@ -409,7 +409,7 @@ def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
     return old.at[rows, place].set(values, mode="drop")
 
 
-def move_windows(state: DecodeState, options: Options, run: Array, refill: str) -> DecodeState:
+def move_windows(state: DecodeState, options: Options, run: Array) -> DecodeState:
     """Drops the run ``[N]`` from the front of each window and opens new masks after it."""
     slots = state.tokens.shape[1]
     if slots == 1:
@@ -420,13 +420,8 @@ def move_windows(state: DecodeState, options: Options, run: Array, refill: str) 
     source = jnp.minimum(source, slots - 1)
     rows = jnp.arange(source.shape[0])[:, None]
     filled = state.filled[rows, source] & inside
-    if refill == "streaming":
-        # Always W uncommitted slots after what the next forward commits (WeDLM section 5).
-        active = options.window + leading(filled)
-    else:
-        # The paper's baseline: a block is finished before the next one opens.
-        left = state.active - run
-        active = jnp.where(left == 0, options.window, left)
+    # Always W uncommitted slots after what the next forward commits (WeDLM section 5).
+    active = options.window + leading(filled)
     return dataclasses.replace(
         state,
         tokens=state.tokens[rows, source],

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 from wedlm_jax.option_values import Option, options_of
 
 DTYPES = ("float32", "bfloat16")
-REFILLS = ("streaming", "blockwise")
 ATTENTION = ("xla", "gather", "rpa")
 DEFAULT_WINDOW = 16
 """The window of mode "paper", whose tokens depend on it."""
@@ -132,9 +131,6 @@ class EngineConfig:
             none="gather on a GPU, rpa on a TPU with heads of 128 and no int8 cache, else xla",
         ),
     ] = None
-    refill: Annotated[
-        str, Option("streaming; blockwise is the paper's baseline", choices=REFILLS)
-    ] = "streaming"
     lookup: Annotated[
         int | None,
         Option(

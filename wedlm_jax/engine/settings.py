@@ -85,7 +85,6 @@ class EngineSettings(SchedulerSizes):
       whole_tokens: how many tokens a CPU's matrix product computes together; see `forward_sizes`.
       compiler_lays_out: whether the compiler chooses the memory layouts of the parameters.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
-      refill: "streaming" or "blockwise".
       deterministic: whether every forward of every program has the same shape.
       eos_token_ids: the model's end-of-text tokens.
       vocabulary: the tokens that may be chosen.
@@ -101,7 +100,6 @@ class EngineSettings(SchedulerSizes):
     whole_tokens: int
     compiler_lays_out: bool
     attention: str
-    refill: str
     deterministic: bool
     eos_token_ids: tuple[int, ...]
     vocabulary: Vocabulary
@@ -138,7 +136,7 @@ class EngineSettings(SchedulerSizes):
             lookup=traits.lookup,
             backup=backup,
         )
-        return Program(sizes, traits, self.attention, self.vocabulary, self.refill, backup)
+        return Program(sizes, traits, self.attention, self.vocabulary, backup)
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Returns the tokens that end a completion."""
@@ -192,7 +190,7 @@ def plan_engine(
     page_size = config.page_size or _of(PAGE_SIZES, platform)
     slots = num_slots(window, lookup)
     backup = _of(BACKUP_MASKS, platform) if config.backup_masks is None else config.backup_masks
-    backup = min(backup, window) if config.refill == "streaming" else 0
+    backup = min(backup, window)
     backup_room = room_for(backup, page_size)
     max_pages = math.ceil((length + slots + 1 + backup_room) / page_size)
     cache_dtype = config.kv_cache_dtype or dtype
@@ -216,7 +214,6 @@ def plan_engine(
         whole_tokens=16 if columns_are_faster(model, dtype) else 4,
         compiler_lays_out=platform == "tpu",
         attention=attention,
-        refill=config.refill,
         deterministic=config.deterministic,
         eos_token_ids=tuple(model.eos_token_ids),
         vocabulary=Vocabulary.of(model, known_tokens),

@@ -125,6 +125,15 @@ class Tally:
         """The share answered correctly; None if no question has a right answer."""
         return self.right / self.judged if self.judged else None
 
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.tokens / max(self.forwards, 1)
+
+    @property
+    def p_cache(self) -> float:
+        """Completion tokens over processed token instances (WeDLM section 3)."""
+        return self.tokens / max(self.instances, 1)
+
 
 def tally(questions: Sequence[Question], completions: Sequence[Completion]) -> Tally:
     """Judges the completion of each question, and counts."""

@@ -42,32 +42,27 @@ def assert_equal(result, answer):
             assert [t for t, _ in ours.top][:-1] == [t for t, _ in theirs.top][:-1]
 
 
-def assert_equals_reference(engine, full_forward, batch, refill="streaming"):
+def assert_equals_reference(engine, full_forward, batch):
     compared = 0
     for case, result in zip(batch, run(engine, batch), strict=True):
         assert not bad_words_in(result.token_ids, case.params)
-        answer = reference(full_forward, TINY, case, refill)
+        answer = reference(full_forward, TINY, case)
         if answer.margin > SAFE_MARGIN:
             compared += 1
             assert_equal(result, answer)
     assume(compared)
 
 
-@pytest.mark.parametrize(
-    "engine", ["streaming", "autoregressive", pytest.param("blockwise", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize("engine", ["streaming", "autoregressive"])
 @given(data=st.data())
 def test_the_engine_equals_the_python_loop(engine, request, full_forward, data):
     """With a window of 0, full forwards token by token. Of more sequences than decode together,
     later ones take the places and the pages of those that have finished."""
     window = 0 if engine == "autoregressive" else 4
-    some = cases(window=window)
-    if engine != "blockwise":
-        some |= cases_with_options(window=window)
+    some = cases(window=window) | cases_with_options(window=window)
     batch = data.draw(st.lists(some, min_size=BATCH, max_size=2 * BATCH))
-    refill = "blockwise" if engine == "blockwise" else "streaming"
     decoding = request.getfixturevalue(f"{engine}_engine")
-    assert_equals_reference(decoding, full_forward, batch, refill)
+    assert_equals_reference(decoding, full_forward, batch)
 
 
 def test_masks_that_are_filled_together_make_no_bad_word(streaming_engine, full_forward):
