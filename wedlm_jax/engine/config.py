@@ -34,9 +34,9 @@ class EngineConfig:
     window_size: Annotated[
         int | str | None,
         Option(
-            "W, how many masks draft in parallel. 0: none, to decode autoregressively. auto: "
-            "chosen for each sequence while it decodes, for speed; in mode paper the tokens may "
-            "then depend on the machine",
+            "W, the number of masks that draft in parallel. 0: none, which decodes "
+            "autoregressively. auto: chosen for speed, per sequence, while it decodes; in mode "
+            "paper the tokens may then depend on the machine",
             low=0,
             also=("auto",),
             none=f"auto, but {DEFAULT_WINDOW} in mode paper; 0 for a checkpoint that was not "
@@ -46,7 +46,7 @@ class EngineConfig:
     drafter: Annotated[
         str | None,
         Option(
-            "folder of adapters that let masks of this checkpoint draft, from `wedlm train` with "
+            "folder of adapters that let masks draft for this checkpoint, from `wedlm train` with "
             "objective drafter; they do not change its tokens",
             text="DIR",
             none="none",
@@ -55,13 +55,15 @@ class EngineConfig:
     dtype: Annotated[
         str | None,
         Option(
-            "type of weights and arithmetic", choices=DTYPES, none="float32 on a CPU, else bfloat16"
+            "dtype of weights and arithmetic",
+            choices=DTYPES,
+            none="float32 on a CPU, else bfloat16",
         ),
     ] = None
     quantization: Annotated[
         str | None,
         Option(
-            "round the weights of matrices to 8 bits; needs the extra int8",
+            "round weight matrices to 8 bits; needs the extra int8",
             choices=("int8",),
             none="no rounding",
         ),
@@ -73,7 +75,7 @@ class EngineConfig:
     max_model_len: Annotated[
         int | None,
         Option(
-            "the most tokens of a prompt and its completion together",
+            "maximum tokens of a prompt and its completion together",
             low=1,
             none="the model's context",
         ),
@@ -81,23 +83,23 @@ class EngineConfig:
     max_batch_size: Annotated[
         int,
         Option(
-            "the most sequences that decode together on each replica of the model",
+            "maximum sequences that decode together on each replica of the model",
             low=1,
         ),
     ] = 16
     mesh: Annotated[
         Mapping[str, int] | None,
         Option(
-            "devices of this machine that share the work, by axis: tensor shards the weights, data "
-            "makes replicas, each with its own sequences",
+            "devices of this machine to use, by axis: tensor shards the weights, data makes "
+            "replicas, each with its own sequences",
             none="one device",
         ),
     ] = None
     deterministic: Annotated[
         bool,
         Option(
-            "compute every forward in one shape: a prompt's tokens then depend on nothing but the "
-            "prompt, in bfloat16 too; slower",
+            "compute every forward in one shape, so that a prompt's tokens depend only on the "
+            "prompt, even in bfloat16; slower",
         ),
     ] = False
     chat_template_kwargs: Annotated[
@@ -111,15 +113,15 @@ class EngineConfig:
     trust_special_tokens: Annotated[
         bool,
         Option(
-            "read special tokens in messages as tokens, which can end a turn and begin another; "
-            "otherwise they are text",
+            "parse special tokens in messages, which can then end a turn and start another; by "
+            "default they are plain text",
         ),
     ] = False
     generation_config: Annotated[
         str,
         Option(
-            "auto: sample as the model's generation_config.json advises, where options are not "
-            "given; none: greedily. Stop tokens are read from that file in any case",
+            "auto: options that are not given follow the model's generation_config.json; none: "
+            "decode greedily. Stop tokens always come from that file, too",
             choices=("none", "auto"),
         ),
     ] = "none"
@@ -134,7 +136,7 @@ class EngineConfig:
     lookup: Annotated[
         int | None,
         Option(
-            "the most drafts that are copied from a text; without windows they are taken where "
+            "maximum drafts copied from a sequence's own text; without windows they are used where "
             "that saves time, with windows only for prompts that ask for them",
             low=0,
             high=MOST_LOOKUP,
@@ -144,8 +146,8 @@ class EngineConfig:
     backup_masks: Annotated[
         int | None,
         Option(
-            "the most masks that draft on the assumption that the most doubtful draft is wrong, so "
-            "that drafts remain if it is; with windows, in mode verified",
+            "maximum masks that assume that the least certain draft is wrong, so that drafts remain "
+            "if it is; with windows, in mode verified",
             low=0,
             none="8, but 0 on a CPU",
         ),
@@ -157,7 +159,7 @@ class EngineConfig:
     num_pages: Annotated[
         int | None,
         Option(
-            "pages of each replica, one of them spare",
+            "pages per replica, one of them spare",
             low=2,
             none="as many as fit and are useful",
         ),
@@ -165,7 +167,7 @@ class EngineConfig:
     chunk_tokens: Annotated[
         int | None,
         Option(
-            "the most prompt tokens that a forward computes in addition to windows",
+            "maximum prompt tokens per forward, in addition to windows",
             low=1,
             none="what suits the device",
         ),
@@ -176,7 +178,7 @@ class EngineConfig:
             option.check(name, getattr(self, name))
 
     def drafting(self, *, knows_masks: bool) -> tuple[int | str, int]:
-        """Returns the window (a number or "auto") and the most drafts copied from a text.
+        """Returns the window (a number or "auto") and the maximum number of copied drafts.
 
         Args:
           knows_masks: whether the model was trained on masks.
