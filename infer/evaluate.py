@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from wedlm_jax.records.questions import Question
 
 KINDS = ("ar", "paper", "verified")
-"""Of decoders, in the order in which they are compared."""
+"""Kinds of decoders, in the order in which they are compared."""
 
 QUESTION_OPTIONS: dict[str, Any] = {
     "questions": None,
@@ -51,7 +51,7 @@ QUESTION_OPTIONS: dict[str, Any] = {
     "answers": None,
     "plot": None,
 }
-"""What only questions take, and the defaults."""
+"""Options that only questions take, and their defaults."""
 
 TASK_OPTIONS: dict[str, Any] = {
     "mode": "verified",
@@ -62,7 +62,7 @@ TASK_OPTIONS: dict[str, Any] = {
     "log_samples": False,
     "run_code": False,
 }
-"""What only tasks take, and the defaults."""
+"""Options that only tasks take, and their defaults."""
 
 
 EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"
@@ -70,7 +70,7 @@ EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jso
 MAX_TOKENS = 160
 """Longer than any answer of the corpus."""
 OWN_MAX_TOKENS = 512
-"""Of questions in a file of the user's."""
+"""The same for questions in a user's file."""
 
 BATCHES_PER_TURN = 16
 """How many batches of questions a decoder answers before the next has its turn: a second or two
@@ -79,7 +79,7 @@ SLOWER = 0.97
 """The speed against AR below which the default mode is said to be slower."""
 
 SAMPLES = 300
-"""Of the embedded model's questions, a regime."""
+"""How many of the embedded model's questions are asked per regime."""
 
 PAPER_THRESHOLDS = (0.2, 0.4, 0.6, 0.9)
 
@@ -88,7 +88,7 @@ DECODER_OPTIONS = (
     "position_penalty",
     "max_tokens",
 )
-"""What `decoders_at` takes under the same name."""
+"""Options that `decoders_at` takes under the same name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def evaluate_all(
     Args:
       passes: timed passes of each decoder over all the questions.
       console: where the bar is shown; by default on standard error.
-      on_answers: told questions, a decoder's name, and what it completed.
+      on_answers: called with questions, a decoder's name, and its completions.
     """
     from wedlm_jax.host.progress import ProgressBar
 
@@ -164,8 +164,8 @@ def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completio
 
 
 def _with_room(decoder: Decoder, prompt: Sequence[int]) -> SamplingParams:
-    """Returns the decoder's parameters with no more tokens than the context leaves for an answer;
-    as they are where it leaves none, which is refused with the prompt."""
+    """Returns the decoder's parameters, with max_tokens reduced to what the context leaves for an
+    answer; unchanged if it leaves nothing, so that the prompt is refused."""
     from wedlm_jax.engine.interface import Request
 
     params = decoder.params
@@ -182,7 +182,7 @@ def _prompts(llm: LLM, questions: Iterable[Question]) -> list[list[int]]:
 
 
 def check_fits(decoder: Decoder, question: Question) -> None:
-    """Refuses what the model cannot decode."""
+    """Refuses a question that the model cannot decode."""
     llm = decoder.llm
     with question.named():
         prompt = llm.as_ids(
@@ -270,7 +270,7 @@ def decoders_at(
 
 
 def _compare(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) -> None:
-    """Compares decoders as ``options`` say; prints and writes what came of it."""
+    """Compares decoders as ``options`` say; prints and writes the results."""
     from rich.console import Console
 
     names = {name: options[name] for name in DECODER_OPTIONS if name in options}
@@ -322,7 +322,7 @@ def as_answer(decoder: str, question: Question, completion: Completion) -> dict[
 
 
 def _tell_slower(scores: Sequence[Score]) -> None:
-    """Warns where the default mode took longer than AR, with what to do about it."""
+    """Warns if the default mode took longer than AR, and says what to do about it."""
     of_ar = {score.regime: score for score in scores if score.decoder == "AR"}
     speeds = {
         score.regime: score.speed_up(of_ar[score.regime])
@@ -362,7 +362,7 @@ def parser() -> argparse.ArgumentParser:
         description="Accuracy and speed of AR decoding, mode paper and verified decoding from the "
         "same weights, on\nquestions held out from the embedded model's training, or your own; or "
         "the scores of a model\non tasks of lm-evaluation-harness.",
-        epilog="docs/evaluation.md tells the format of questions, and how HumanEval is run.\n\n"
+        epilog="docs/evaluation.md describes the format of questions, and how to run HumanEval.\n\n"
         "examples:\n"
         "  wedlm evaluate --samples 100 --entropy-threshold 0.4 --plot scores.svg\n"
         "  wedlm evaluate --model DIR --questions questions.jsonl --decoders ar verified\n"
@@ -378,7 +378,12 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_decoding(group: Any) -> None:
     add = group.add_argument
-    add("--window-size", type=int, metavar="N", help="W, how many masks draft in parallel [16]")
+    add(
+        "--window-size",
+        type=int,
+        metavar="N",
+        help="W, the number of masks that draft in parallel [16]",
+    )
     add(
         "--entropy-threshold",
         type=float,
@@ -391,7 +396,7 @@ def _add_decoding(group: Any) -> None:
         "--max-tokens",
         type=int,
         metavar="N",
-        help="the most tokens of an answer [160, own questions 512; tasks: what each says]",
+        help="maximum tokens of an answer [160; own questions 512; tasks: as each says]",
     )
     add("--output", metavar="FILE", help="also write the scores as JSON")
 
@@ -402,22 +407,28 @@ def _add_questions(group: Any) -> None:
     add(
         "--match",
         choices=MATCHES,
-        help="how answers are judged where a question does not say [exact]",
+        help="how to judge answers whose question does not say [exact]",
     )
-    add("--chat", action="store_true", help="a prompt is a user's message, for the chat template")
-    samples = "how many questions of each regime [300; own questions all]"
+    add(
+        "--chat",
+        action="store_true",
+        help="treat a prompt as a user message and apply the chat template",
+    )
+    samples = "number of questions per regime [300; own questions: all]"
     add("--samples", type=int, metavar="N", help=samples)
     add(
         "--decoders",
         nargs="+",
         choices=KINDS,
         metavar="NAME",
-        help=f"which to compare, of {', '.join(KINDS)} [all; ar of a model that knows no masks]",
+        help=f"decoders to compare: {', '.join(KINDS)} [all that the model can run]",
     )
-    add("--passes", type=int, metavar="N", help="timed passes [3]")
+    add("--passes", type=int, metavar="N", help="number of timed passes [3]")
     add("--answers", metavar="FILE", help="also write each answer and its verdict as JSONL")
     add(
-        "--plot", metavar="FILE", help="also draw the scores (.svg, .png or .pdf; wants matplotlib)"
+        "--plot",
+        metavar="FILE",
+        help="also draw the scores (.svg, .png or .pdf; needs the extra plot)",
     )
 
 
@@ -425,25 +436,34 @@ def _add_tasks(group: Any) -> None:
     add = group.add_argument
     add("--tasks", nargs="+", metavar="NAME", help="names or YAML files of tasks")
     add("--mode", choices=("verified", "paper", "ar"), help="how answers are decoded [verified]")
-    add("--limit", type=int, metavar="N", help="how many documents of each task [all]")
-    add("--num-fewshot", type=int, metavar="N", help="solved examples before each [as tasks say]")
-    add("--apply-chat-template", action="store_true", help="ask through the chat template [off]")
+    add("--limit", type=int, metavar="N", help="number of documents per task [all]")
+    add(
+        "--num-fewshot",
+        type=int,
+        metavar="N",
+        help="solved examples before each question [as tasks say]",
+    )
+    add("--apply-chat-template", action="store_true", help="apply the chat template [off]")
     add(
         "--include-path",
         nargs="+",
         metavar="DIR",
-        help="folders with tasks of your own [none]",
+        help="folders with your own tasks [none]",
     )
-    add("--log-samples", action="store_true", help="with --output: keep every answer in it [off]")
+    add(
+        "--log-samples",
+        action="store_true",
+        help="with --output: also write every answer to it [off]",
+    )
     add(
         "--run-code",
         action="store_true",
-        help="run programs that the model wrote, which human_eval is scored by [off]",
+        help="run programs that the model wrote, as human_eval needs for scoring [off]",
     )
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Refuses options that contradict one another, before anything is loaded."""
+    """Refuses options that contradict one another before anything is loaded."""
     tasks = "tasks" in given
     if others := (QUESTION_OPTIONS if tasks else TASK_OPTIONS).keys() & given.keys():
         raise InputError(f"{flag(min(others))} goes {'without' if tasks else 'with'} --tasks")

@@ -146,7 +146,7 @@ class EngineConfig:
     backup_masks: Annotated[
         int | None,
         Option(
-            "maximum masks that assume that the least certain draft is wrong, so that drafts remain "
+            "maximum masks that assume the least certain draft to be wrong, so that drafts remain "
             "if it is; with windows, in mode verified",
             low=0,
             none="8, but 0 on a CPU",
