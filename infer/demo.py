@@ -7,7 +7,7 @@ import io
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from infer.evaluate import Decoder
-    from wedlm_jax.engine.engine import Engine
-    from wedlm_jax.engine.interface import WindowView
+    from wedlm_jax.engine.interface import Traced
+    from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
     from wedlm_jax.records.questions import Question
     from wedlm_jax.text import TextCodec
@@ -118,23 +118,23 @@ def _introduce(console: Console, decoder: Decoder) -> None:
         f"on {device.platform}. Compiling ..."
     )
     # So that what is watched is decoding alone.
-    decoder.llm.generate([[0]], dataclasses.replace(decoder.params, max_tokens=1))
+    _views(decoder.llm, [0], dataclasses.replace(decoder.params, max_tokens=1))
     console.print(f"compiled in {engine.compile_seconds:.1f} s; at most {MAX_TOKENS} tokens each")
     if console.is_terminal:
         console.print(LEGEND)
 
 
 class View(NamedTuple):
-    """A prompt between two forwards.
+    """What a forward of a prompt saw, or the answer in the end.
 
     Attributes:
-      token_ids: committed.
-      window: as the next forward will see it; None after the last.
-      num_forwards: decode forwards so far.
+      token_ids: committed before it.
+      window: the slots behind these; None for a mask.
+      num_forwards: decode forwards, this one included.
     """
 
     token_ids: list[int]
-    window: WindowView | None
+    window: list[int | None]
     num_forwards: int
 
 
@@ -146,21 +146,20 @@ def _show(
     codec = decoder.llm.codec
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
-    views = list(_views(decoder.llm.engine, question.encode(codec), decoder.params))
-    last = views[-1]
+    *forwards, last = _views(decoder.llm, question.encode(codec), decoder.params)
     if console.is_terminal:
         from rich.live import Live
 
         # Decoding takes milliseconds: what is shown is paced by its forwards.
         pause = min(LONGEST_PAUSE, seconds / max(last.num_forwards, 1))
         with Live(console=console, auto_refresh=False) as live:
-            for view in views:
+            for view in forwards:
                 live.update(styled(codec, view.token_ids, view.window), refresh=True)
-                time.sleep(pause if view.window else 0)
+                time.sleep(pause)
+            live.update(styled(codec, last.token_ids), refresh=True)
     else:
-        for view in views if trace else ():
-            if view.window and view.num_forwards:
-                console.print(f"  {plain(codec, view.token_ids, view.window)}", markup=False)
+        for view in forwards if trace else ():
+            console.print(f"  {plain(codec, view.token_ids, view.window)}", markup=False)
         console.print(codec.complete_text(last.token_ids), markup=False)
     text = codec.complete_text(last.token_ids)
     console.print(f"  {_result(question, last, text)}", style="dim", markup=False)
@@ -175,30 +174,22 @@ def _result(question: Question, last: View, text: str) -> str:
 
 
 def _views(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams, window: int | None = None
-) -> Iterator[View]:
-    """Decodes a prompt forward by forward, with a window of its own if one is given; yields before
-    the first and after each."""
-    from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
+    llm: LLM, prompt: list[int], params: SamplingParams, window: int | None = None
+) -> list[View]:
+    """Decodes a prompt, with a window of its own if one is given; returns what each forward saw,
+    then the answer."""
+    views = [View([], [], 0)]  # the last one is always the text so far
 
-    committed: list[int] = []
-    num_forwards = 0
-    events = engine.step([Request(0, prompt, params, window)], max_forwards=0)
-    while True:
-        for event in events:
-            if isinstance(event, Failed):
-                raise event.error
-            if isinstance(event, Finished):
-                yield View(event.result.token_ids, None, event.result.num_forwards)
-                return
-            if isinstance(event, TokenDelta):
-                committed, num_forwards = committed + event.token_ids, event.num_forwards
-        seen = engine.window(0)
-        if seen is not None:  # an anchored one begins with the last token of the text
-            known = len(prompt) + len(committed) - seen.start
-            seen = dataclasses.replace(seen, tokens=seen.tokens[known:])
-        yield View(committed, seen, num_forwards)
-        events = engine.step(max_forwards=1)
+    def take(event: Traced) -> None:
+        text = views.pop().token_ids
+        # In mode verified slot 0 holds the last token of the text.
+        known = len(prompt) + len(text) - event.forward.start
+        views.append(View(text, event.forward.held[known:], event.num_forwards))
+        views.append(View(text + event.committed, [], event.num_forwards))
+
+    for _ in llm.stream(prompt, params, window=window, on_forward=take):
+        pass
+    return views
 
 
 def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
@@ -223,14 +214,16 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
         console.print(f"\n> {question.prompt}", style="bold", markup=False)
         # Chosen windows would depend on this machine, and the same answers are to give the same
         # file.
-        engine = decoder.llm.engine
-        views = list(_views(engine, question.encode(codec), decoder.params, engine.settings.window))
+        window = decoder.llm.engine.settings.window
+        *forwards, last = _views(decoder.llm, question.encode(codec), decoder.params, window)
         table = Table.grid(padding=(0, 2))
-        for number, view in enumerate(views[1:], 1):
-            table.add_row(f"[dim]forward {number}[/]", styled(codec, view.token_ids, view.window))
+        for view in forwards:
+            shown = styled(codec, view.token_ids, view.window)
+            table.add_row(f"[dim]forward {view.num_forwards}[/]", shown)
+        table.add_row("[dim]answer[/]", styled(codec, last.token_ids))
         console.print(table)
-        text = codec.complete_text(views[-1].token_ids)
-        console.print(f"{'':11}{_result(question, views[-1], text)}", style="dim", markup=False)
+        text = codec.complete_text(last.token_ids)
+        console.print(f"{'':11}{_result(question, last, text)}", style="dim", markup=False)
     # A fixed id: the same answers give the same file.
     picture = console.export_svg(title="wedlm demo", unique_id="wedlm-demo")
     # A page must load nothing from other hosts: the reader's own monospace font serves.
@@ -264,10 +257,10 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
 # --- a sequence as text: committed tokens, filled slots, masks -------------------------------
 
 
-def styled(codec: TextCodec, committed: Sequence[int], window: WindowView | None) -> Text:
+def styled(codec: TextCodec, committed: Sequence[int], window: Sequence[int | None] = ()) -> Text:
     """Shows committed text as it is, filled slots on a coloured ground, masks as shaded cells."""
     text = Text(codec.complete_text(list(committed)))
-    for token in window.tokens if window else ():
+    for token in window:
         if token is None:
             text.append(MASK, MASK_STYLE)
         else:
@@ -275,13 +268,10 @@ def styled(codec: TextCodec, committed: Sequence[int], window: WindowView | None
     return text
 
 
-def plain(codec: TextCodec, committed: Sequence[int], window: WindowView) -> str:
+def plain(codec: TextCodec, committed: Sequence[int], window: Sequence[int | None]) -> str:
     """Shows the same without colours: the end of the committed text, then the window with filled
     slots in brackets and masks as underscores, in one line."""
-    slots = (
-        "_" if token is None else f"[{_visible(codec, token).strip(' ')}]"
-        for token in window.tokens
-    )
+    slots = ("_" if token is None else f"[{_visible(codec, token).strip(' ')}]" for token in window)
     text = _one_line(codec.complete_text(list(committed)))
     tail = text if len(text) <= TAIL else "…" + text[1 - TAIL :]
     return f"{tail}|{''.join(slots)}"

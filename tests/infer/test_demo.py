@@ -7,12 +7,12 @@ import pytest
 
 import infer.demo
 import infer.evaluate
-from infer.demo import FILLED_STYLE, MASK, MASK_STYLE, TAIL, plain, styled
+from infer.demo import FILLED_STYLE, MASK, MASK_STYLE, TAIL, _views, plain, styled
 from infer.score import columns
 from tests.infer.few_questions import PROMPTS, write_questions
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.engine.interface import WindowView
 from wedlm_jax.errors import InputError
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import TextCodec
 
 DECODERS_AT = infer.evaluate.decoders_at
@@ -48,6 +48,30 @@ def test_without_a_terminal_it_prints_plain_lines(capsys, monkeypatch):
         assert re.search(rf"{re.escape(shown)}\s+{re.escape(meaning[:30])}", explained), name
 
 
+@pytest.mark.parametrize("mode", ["paper", "verified"])
+def test_each_forward_is_shown_as_it_saw_the_text(llm, mode):
+    """Committed text, then filled slots, which are the text's next tokens if they stay, and W
+    masks."""
+    prompt, params = llm.as_ids(PROMPTS[0]), SamplingParams(mode=mode, max_tokens=12)
+    *forwards, last = _views(llm, prompt, params, 4)
+    (answer,) = llm.generate([prompt], params)
+    assert last == (answer.token_ids, [], answer.num_forwards)
+    assert forwards[0] == ([], [None] * 4, 1)
+    for number, view in enumerate(forwards, 1):
+        assert view.num_forwards == number
+        assert view.token_ids == last.token_ids[: len(view.token_ids)]
+        filled = [token for token in view.window if token is not None]
+        if mode == "verified":
+            assert view.window == [*filled, *[None] * 4]
+        else:
+            run = view.window.index(None)
+            assert len(view.window) == 4 + run
+            after = last.token_ids[len(view.token_ids) :]
+            assert view.window[:run][: len(after)] == after[:run]
+    texts = [len(view.token_ids) for view in (*forwards, last)]
+    assert texts == sorted(texts)
+
+
 @pytest.mark.full
 def test_the_picture_has_a_line_for_each_forward(tmp_path, capsys):
     picture = tmp_path / "demo.svg"
@@ -57,7 +81,8 @@ def test_the_picture_has_a_line_for_each_forward(tmp_path, capsys):
     assert drawn.startswith("<svg")
     assert "url(" not in drawn.replace("url(#", ""), "loads something from elsewhere"
     forwards = [int(n) for n in re.findall(r">forward (\d+)", drawn)]
-    assert forwards[0] == 1
+    assert forwards[:2] == [1, 2]
+    assert drawn.count(">answer") == 2
     assert len(re.findall(r"\(AR: \d+\)", drawn)) == 2
     first = drawn
     assert infer.demo.main(["--record", str(picture)]) == 0
@@ -92,13 +117,12 @@ def codec(tmp_path_factory):
 
 def window(codec, slots):
     """A window with "_" for a mask."""
-    tokens = [None if slot == "_" else codec.encode(slot)[0] for slot in slots]
-    return WindowView(0, tokens)
+    return [None if slot == "_" else codec.encode(slot)[0] for slot in slots]
 
 
-def cells(codec, committed, view):
+def cells(codec, committed, slots):
     """What `styled` shows, as pieces with their style; committed text has none."""
-    text = styled(codec, codec.encode(committed), view)
+    text = styled(codec, codec.encode(committed), slots)
     start = min((span.start for span in text.spans), default=len(text.plain))
     spans = [(text.plain[span.start : span.end], str(span.style)) for span in text.spans]
     return [(text.plain[:start], ""), *spans]
@@ -116,7 +140,7 @@ def test_styled_tells_committed_filled_and_masked_apart(codec):
 
 def test_styled_takes_text_for_text(codec):
     """Square brackets in a completion are no markup."""
-    assert cells(codec, "a\n[bold]x[/]", None) == [("a\n[bold]x[/]", "")]
+    assert cells(codec, "a\n[bold]x[/]", []) == [("a\n[bold]x[/]", "")]
 
 
 def test_plain_is_one_line(codec):
@@ -127,9 +151,9 @@ def test_plain_is_one_line(codec):
 def test_every_filled_slot_shows_something(codec):
     """A special token has no text, and a byte alone is no character."""
     end, mask, euro = codec.encode("<|im_end|><|mask|>€")[:3]
-    view = WindowView(5, [end, mask, euro, None])
-    assert plain(codec, [], view) == "|[·][·][�]_"
-    assert [piece for piece, _ in cells(codec, "", view)] == ["", "·", "·", "�", MASK]
+    slots = [end, mask, euro, None]
+    assert plain(codec, [], slots) == "|[·][·][�]_"
+    assert [piece for piece, _ in cells(codec, "", slots)] == ["", "·", "·", "�", MASK]
 
 
 def test_plain_keeps_the_end_of_the_text(codec):
@@ -143,4 +167,4 @@ def test_plain_keeps_the_end_of_the_text(codec):
 def test_cut_off_character_is_not_shown_as_committed(codec):
     ids = codec.encode("x€")[:-1]
     assert plain(codec, ids, window(codec, "_")) == "x|_"
-    assert styled(codec, ids, None).plain == "x"
+    assert styled(codec, ids).plain == "x"

@@ -30,7 +30,6 @@ from wedlm_jax.engine.interface import (
     Report,
     Request,
     WindowForward,
-    WindowView,
 )
 from wedlm_jax.engine.programs import (
     ENTRANTS_AT_ONCE,
@@ -273,15 +272,6 @@ class Device:
             (tokens, filled, logprobs),
         )
         return SavedWindow(tokens, filled, logprobs, int(self._windows[index]))
-
-    def window(self, index: int) -> WindowView:
-        """Returns the window of a sequence as its next forward will see it."""
-        state = self._state
-        assert state is not None
-        row = state.window_start, state.active, state.tokens, state.filled
-        start, active, tokens, filled = jax.device_get([array[index] for array in row])
-        slots = range(int(active))
-        return WindowView(int(start), [int(tokens[s]) if filled[s] else None for s in slots])
 
     # --- parts of a burst ---------------------------------------------------------------
 

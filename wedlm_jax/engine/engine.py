@@ -20,7 +20,7 @@ from wedlm_jax.decode.options import Traits, check_options
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.device import Device
-from wedlm_jax.engine.interface import Counters, Event, Failed, Finished, Request, WindowView
+from wedlm_jax.engine.interface import Counters, Event, Failed, Finished, Request
 from wedlm_jax.engine.probe import forward_costs
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.settings import parameter_bytes, plan_engine
@@ -214,11 +214,6 @@ class Engine:
             if not self.has_work:
                 return [results[request.number] for request in requests]
             events = self.step(max_forwards=max_forwards, ahead=True)
-
-    def window(self, number: int) -> WindowView | None:
-        """Returns a request's window as its next forward will see it; None while it waits."""
-        places = {one.number: one.index for one in self.scheduler.sequences if one.index >= 0}
-        return self.device.window(places[number]) if number in places else None
 
     @property
     def has_work(self) -> bool:

@@ -313,19 +313,6 @@ Event: TypeAlias = TokenDelta | Finished | Failed | Traced
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowView:
-    """The window of a sequence as its next forward will see it, in logical order.
-
-    Attributes:
-      start: logical position of the first slot.
-      tokens: the token of each active slot, None where it is masked.
-    """
-
-    start: int
-    tokens: list[int | None]
-
-
-@dataclasses.dataclass(frozen=True)
 class Counters:
     """Counters of the scheduler, over all replicas.
 

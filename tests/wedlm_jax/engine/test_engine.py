@@ -23,7 +23,7 @@ from tests.examples.decode import (
     run,
     small_engine,
 )
-from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
+from wedlm_jax.engine.interface import Failed, Finished, Request
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
@@ -55,23 +55,6 @@ def test_a_cut_sequence_is_counted_as_if_it_had_stopped_there(
         # In other company a choice that ties may fall the other way.
         if reference(full_forward, TINY, case).margin > SAFE_MARGIN:
             assert stopped == cut
-
-
-def test_the_window_as_the_next_forward_sees_it(streaming_engine):
-    tokens = 0
-    streaming_engine.step([Request(0, (3, 9, 4), PLAIN, 4)], max_forwards=0)
-    view = streaming_engine.window(0)
-    assert view is not None
-    assert (view.start, view.tokens) == (3, [None] * 4)
-    while True:
-        events = streaming_engine.step(max_forwards=1)
-        tokens += sum(len(e.token_ids) for e in events if isinstance(e, TokenDelta))
-        view = streaming_engine.window(0)
-        if view is None:
-            assert not streaming_engine.has_work
-            return
-        assert view.start == 3 + tokens
-        assert len(view.tokens) == 4 + view.tokens.index(None)
 
 
 # --- programs ----------------------------------------------------------------------------
