@@ -78,7 +78,9 @@ def test_the_recipe_says_what_the_table_says_of_its_pod():
     recipe = (root / "configs" / "wedlm_8b.yaml").read_text(encoding="utf-8")
     said = " ".join(x.lstrip("# ") for x in recipe.splitlines() if x.startswith("#"))
     assert f"{rows} rows with {policy}, {peak}" in said
-    assert f"{step.split(' (')[0]} a step at best, {bound} of the peak, {expected} expected" in said
+    assert (
+        f"{step.split(' (')[0]} per step at best, {bound} of the peak, {expected} expected" in said
+    )
     # The step's rows are cut as the recipe's are by `loss.remat: auto`.
     config = load_config(RECIPE)
     micro_rows, accumulation = map(int, rows.split(" × "))

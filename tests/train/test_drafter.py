@@ -128,7 +128,7 @@ def test_a_drafter_is_trained_on_with_wider_windows(run, stock, tmp_path, monkey
     ("change", "sentence"),
     [
         ({"rank": 2}, "has adapters of rank 4, .* recipe adapters of rank 2"),
-        ({"rank": 4, "targets": ["q_proj"]}, "recipe .* beside q_proj and a previous"),
+        ({"rank": 4, "targets": ["q_proj"]}, "recipe .* on q_proj and a previous"),
     ],
 )
 def test_adapters_of_another_shape_are_not_trained_on(change, sentence, run, stock, tmp_path):

@@ -78,7 +78,7 @@ def test_a_context_that_is_too_long_loses_its_beginning(model, log_probabilities
     expected, _ = by_hand(log_probabilities, ids[-(64 - len(tokens)) :], tokens)
     assert value == pytest.approx(expected, abs=1e-4)
     assert "1 of 1 texts" in caplog.text
-    with pytest.raises(InputError, match="does not fit"):
+    with pytest.raises(InputError, match="do not fit"):
         model.loglikelihood(asked("loglikelihood", ("a", context)), True)
 
 

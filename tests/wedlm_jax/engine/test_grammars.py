@@ -149,7 +149,7 @@ def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine):
     assert all(say_the_same(results[place], expected[place]) for place in expected)
     assert not engine.has_work
     loop = EngineLoop(engine)
-    with pytest.raises(InputError, match=r"^regex: the completion cannot be continued"):
+    with pytest.raises(InputError, match=r"^regex: the completion cannot continue"):
         list(Generation(loop, None, prompts))
     loop.close()
     assert not engine.has_work
