@@ -1,9 +1,9 @@
-"""The paper's trade-offs on the included model: accuracy against speed over τ, λ and W in mode
-paper, and streaming against block-wise decoding. AR decodes by turns with the rest. Block-wise
-decoding, the paper's baseline, opens new masks only once its whole window is committed; the tests'
-plain Python decoder does it, so that its tokens and forwards are counted, and no time is measured.
+"""Measures the paper's trade-offs on the included model: accuracy against speed over τ, λ and W in
+mode paper, and streaming against block-wise decoding. AR takes turns with the rest. Block-wise
+decoding, the paper's baseline, opens new masks only once its whole window is committed. It runs in
+the tests' plain Python decoder, so its tokens and forwards are counted, but not its time.
 
-A run that was interrupted goes on where it stopped: measured groups are read from `--output`.
+An interrupted run continues where it stopped: groups measured before are read from `--output`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 PENALTIES = (0.0, 0.01, 0.02, 0.05, 0.1)
 WINDOWS = (4, 6, 8, 16, 32)
 USUAL_PENALTY = 0.02
-"""λ of the group that also has block-wise decoding, and verified decoding, which knows no λ."""
+"""The λ at which block-wise decoding, and verified decoding, which has no λ, are measured, too."""
 BLOCK_WISE = "block-wise"
 
 Row = dict[str, Any]
-"""What a decoder did in a regime: a `Score` with its τ, λ and W, and its speed against AR; of
-block-wise decoding only what is counted."""
+"""A decoder's results in a regime: its `Score` with τ, λ and W, and its speed relative to AR; for
+block-wise decoding only the counts."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--plot", default=None, metavar="FILE", help="also draw the trade-offs")
     options = parser.parse_args(arguments)
     if options.output is None:
-        raise InputError("--output: expected a file, to which each group of figures is added")
+        raise InputError("--output: expected a file, to which the figures of each group are added")
     if options.plot is not None:
         check_plot(options.plot)
     rows = measured(options, Path(options.output))
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         front = pareto(here)
         if front:
             cells = [{name: _cell(row, name) for name in COLUMNS} for row in front]
-            title = f"{regime.replace('_', ' ')}: no other is as right in as few forwards"
+            title = f"{regime.replace('_', ' ')}: no other beats these in accuracy and forwards"
             console.print(table(title, cells))
     if options.plot is not None:
         draw(rows, Path(options.plot))
@@ -82,10 +82,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def measured(options: Any, path: Path) -> list[Row]:
-    """Measures every group that ``path`` lacks, and adds each to it; returns all rows.
+    """Measures each group that is missing in ``path`` and adds it there; returns all rows.
 
     Raises:
-      InputError: the file has figures of other settings, which cannot be compared.
+      InputError: the file has figures for other settings, which cannot be compared.
     """
     check_writable(path, "--output")
     questions = read_questions(EMBEDDED_QUESTIONS)
@@ -104,7 +104,7 @@ def measured(options: Any, path: Path) -> list[Row]:
     if path.exists():
         made = json.loads(path.read_text(encoding="utf-8"))
         if made.get("settings") != settings:
-            raise InputError(f"{path}: has figures of other settings; choose another --output")
+            raise InputError(f"{path}: has figures for other settings; choose another --output")
     todo = [
         (window, penalty)
         for window in options.windows
@@ -148,7 +148,7 @@ def _group(
     of_ar: dict[str, Score] = {}
     for score in evaluate_all(list(chosen.values()), regimes, passes=passes):
         params = chosen[score.decoder].params
-        of_ar.setdefault(score.regime, score)  # AR is the first of all
+        of_ar.setdefault(score.regime, score)  # AR comes first
         yield {
             **score.as_row(),
             "kind": score.decoder.partition(" τ")[0],
@@ -162,7 +162,7 @@ def _group(
 def block_wise(
     decoders: Sequence[Decoder], window: int, regimes: Sequence[Sequence[Question]]
 ) -> list[Row]:
-    """Decodes block by block where ``decoders`` stream, with the same parameters."""
+    """Decodes block by block with the parameters of those ``decoders`` that stream."""
     from tests.reference.decode_loop import decode
     from tests.reference.full_forward import full_forward
 
@@ -226,8 +226,8 @@ def _cell(row: Row, column: str) -> str | float:
 
 def pareto(rows: Sequence[Row]) -> list[Row]:
     """Returns the rows of one regime that no other row beats both in accuracy and in tokens per
-    forward, from the most accurate one; none where nothing is right or wrong. Tokens per forward
-    are the same on every machine; on one that reads weights while it decodes they are its speed."""
+    forward, the most accurate first; none in a regime without right answers. Tokens per forward are
+    the same on every machine, and decide its speed where decoding is limited by reading weights."""
     known = [row for row in rows if row["accuracy"] is not None]
     known.sort(key=lambda row: (-row["accuracy"], -row["tokens_per_forward"]))
     front: list[Row] = []

@@ -1,4 +1,4 @@
-"""`wedlm demo`: the embedded model decodes, seen slot by slot, then measured."""
+"""`wedlm demo`: shows the embedded model decode, slot by slot, then measures it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 PROMPTS_A_REGIME = 4
 LONGEST_PAUSE = 0.6
-"""Seconds between two forwards, where there are few."""
+"""Maximum seconds for which a forward is shown."""
 PASSES = 5
 PICTURE_WIDTH = 100
 """Columns of the picture that `--record` draws."""
 
 MASK = "░"
 TAIL = 40
-"""Characters of committed text that a plain line keeps, to stay one line."""
+"""Maximum characters of committed text in a plain line, so that it stays one line."""
 
 FILLED_STYLE = "#101010 on #8fbf6f"
 MASK_STYLE = "bright_black"
@@ -56,19 +56,19 @@ def main(arguments: list[str]) -> int:
         type=float,
         default=3.0,
         metavar="X",
-        help="how long the forwards of a prompt are shown, in a terminal [3]",
+        help="seconds over which a prompt's forwards are shown, in a terminal [3]",
     )
     parser.add_argument(
         "--samples",
         type=int,
         default=40,
         metavar="N",
-        help="questions of each kind that are measured at the end [40]",
+        help="number of questions of each kind to measure at the end [40]",
     )
     parser.add_argument(
         "--record",
         metavar="FILE.svg",
-        help="draw a prompt of two kinds, forward by forward, into a picture, and stop",
+        help="only draw a picture: a prompt of each of two kinds, forward by forward",
     )
     options = parser.parse_args(arguments)
     if options.samples < PROMPTS_A_REGIME:
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
     from rich.console import Console
 
-    # In a terminal lines are wrapped at its width; in a file they are whole.
+    # In a terminal, lines are wrapped at its width; in a file they are not.
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     console.print("Loading the embedded model ...")
     from infer.evaluate import EMBEDDED_QUESTIONS, decoders_at
@@ -117,7 +117,7 @@ def _introduce(console: Console, decoder: Decoder) -> None:
         f"vocabulary {config.vocab_size}; mode {decoder.params.mode}, windows chosen by speed; "
         f"on {device.platform}. Compiling ..."
     )
-    # So that what is watched is decoding alone.
+    # Compiles now, so that what follows shows only decoding.
     _views(decoder.llm, [0], dataclasses.replace(decoder.params, max_tokens=1))
     console.print(f"compiled in {engine.compile_seconds:.1f} s; at most {MAX_TOKENS} tokens each")
     if console.is_terminal:
@@ -125,11 +125,11 @@ def _introduce(console: Console, decoder: Decoder) -> None:
 
 
 class View(NamedTuple):
-    """What a forward of a prompt saw, or the answer in the end.
+    """What a forward of a prompt saw, or at the end the answer.
 
     Attributes:
-      token_ids: committed before it.
-      window: the slots behind these; None for a mask.
+      token_ids: tokens committed before the forward.
+      window: the slots after these tokens; None for a mask.
       num_forwards: decode forwards, this one included.
     """
 
@@ -141,8 +141,8 @@ class View(NamedTuple):
 def _show(
     console: Console, decoder: Decoder, question: Question, seconds: float, *, trace: bool
 ) -> None:
-    """Shows one prompt: its forwards one after the other in a terminal; elsewhere its answer, after
-    a line for each forward if ``trace``."""
+    """Shows one prompt. In a terminal its forwards replace one another; elsewhere the answer is
+    printed, after one line per forward if ``trace``."""
     codec = decoder.llm.codec
     assert codec is not None
     console.print(f"\n> {question.prompt}", style="bold", markup=False)
@@ -150,7 +150,7 @@ def _show(
     if console.is_terminal:
         from rich.live import Live
 
-        # Decoding takes milliseconds: what is shown is paced by its forwards.
+        # Decoding takes milliseconds, so its forwards are shown afterwards, slowed down.
         pause = min(LONGEST_PAUSE, seconds / max(last.num_forwards, 1))
         with Live(console=console, auto_refresh=False) as live:
             for view in forwards:
@@ -166,7 +166,7 @@ def _show(
 
 
 def _result(question: Question, last: View, text: str) -> str:
-    """Returns the forwards that a prompt took, and whether its answer is right."""
+    """Returns a line with the answer's tokens and forwards, and whether it is right."""
     tokens, forwards = len(last.token_ids), last.num_forwards
     took = f"{counted(tokens, 'token')} in {counted(forwards, 'forward')} (AR: {tokens})"
     verdicts = {True: "; right answer", False: f"; wrong: expected {question.expected!r}", None: ""}
@@ -176,9 +176,9 @@ def _result(question: Question, last: View, text: str) -> str:
 def _views(
     llm: LLM, prompt: list[int], params: SamplingParams, window: int | None = None
 ) -> list[View]:
-    """Decodes a prompt, with a window of its own if one is given; returns what each forward saw,
-    then the answer."""
-    views = [View([], [], 0)]  # the last one is always the text so far
+    """Decodes a prompt, with the given window if any, and returns what each forward saw, then the
+    answer."""
+    views = [View([], [], 0)]  # the last view always holds the text so far
 
     def take(event: Traced) -> None:
         text = views.pop().token_ids
@@ -193,7 +193,7 @@ def _views(
 
 
 def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
-    """Draws the forwards of prompts, one below the other, as an SVG picture."""
+    """Draws the forwards of the questions' prompts, one below another, as an SVG picture."""
     from rich.console import Console
     from rich.table import Table
 
@@ -212,8 +212,8 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
     console.print(LEGEND)
     for question in questions:
         console.print(f"\n> {question.prompt}", style="bold", markup=False)
-        # Chosen windows would depend on this machine, and the same answers are to give the same
-        # file.
+        # A fixed window, since the same answers must give the same file: windows chosen by speed
+        # would depend on the machine.
         window = decoder.llm.engine.settings.window
         *forwards, last = _views(decoder.llm, question.encode(codec), decoder.params, window)
         table = Table.grid(padding=(0, 2))
@@ -226,7 +226,7 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
         console.print(f"{'':11}{_result(question, last, text)}", style="dim", markup=False)
     # A fixed id: the same answers give the same file.
     picture = console.export_svg(title="wedlm demo", unique_id="wedlm-demo")
-    # A page must load nothing from other hosts: the reader's own monospace font serves.
+    # A page with the picture must load nothing from other hosts, so it uses a local monospace font.
     picture = re.sub(r"\s*@font-face \{.*?\}", "", picture, flags=re.DOTALL)
     with written_beside(file) as opened:
         opened.write(picture.encode("utf-8"))
@@ -238,8 +238,8 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
 
     console.rule("[bold]measured")
     console.print(
-        f"{sum(map(len, regimes))} questions, {len(decoders)} decoders, {PASSES + 1} rounds, of "
-        "which the first compiles and is not timed:"
+        f"{sum(map(len, regimes))} questions, {len(decoders)} decoders, {PASSES + 1} rounds; "
+        "the first compiles and is not timed:"
     )
     scores = evaluate_all(decoders, regimes, passes=PASSES, console=console)
     console.print(score_table(scores))
@@ -249,8 +249,8 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
     console.print(legend(scores))
     console.print(
         f"\n{len(regimes[0])} held-out questions of each kind, one at a time; the decoders take "
-        f"turns. Times include the prompt, not compiling ({compiling:.0f} s in all). Mode paper "
-        "commits masks as filled; mode verified commits only what AR would choose."
+        f"turns. Times include the prompt but not compiling ({compiling:.0f} s in all). Mode paper "
+        "commits what masks were filled with; mode verified commits only what AR would choose."
     )
 
 
@@ -258,7 +258,8 @@ def _measure(console: Console, decoders: list[Decoder], regimes: list[list[Quest
 
 
 def styled(codec: TextCodec, committed: Sequence[int], window: Sequence[int | None] = ()) -> Text:
-    """Shows committed text as it is, filled slots on a coloured ground, masks as shaded cells."""
+    """Returns committed text as it is, then filled slots on a coloured background and masks as
+    shaded cells."""
     text = Text(codec.complete_text(list(committed)))
     for token in window:
         if token is None:
@@ -269,8 +270,8 @@ def styled(codec: TextCodec, committed: Sequence[int], window: Sequence[int | No
 
 
 def plain(codec: TextCodec, committed: Sequence[int], window: Sequence[int | None]) -> str:
-    """Shows the same without colours: the end of the committed text, then the window with filled
-    slots in brackets and masks as underscores, in one line."""
+    """Returns the same as one line without colours: the end of the committed text, then the window,
+    with filled slots in brackets and masks as underscores."""
     slots = ("_" if token is None else f"[{_visible(codec, token).strip(' ')}]" for token in window)
     text = _one_line(codec.complete_text(list(committed)))
     tail = text if len(text) <= TAIL else "…" + text[1 - TAIL :]

@@ -1,8 +1,8 @@
 """`wedlm evaluate`: accuracy and speed on questions, or on tasks of lm-evaluation-harness.
 
-On questions, decoders are compared from the same weights in the same process. Every decoder
-completes every prompt once untimed, which compiles what it needs; then they take turns, prompt
-set by prompt set, so that a busy machine slows them alike.
+On questions, decoders with the same weights are compared in the same process. Each decoder first
+answers all questions untimed, which compiles what it needs. Then the decoders take turns, a few
+batches at a time, so that a busy machine slows them alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ QUESTION_OPTIONS: dict[str, Any] = {
     "answers": None,
     "plot": None,
 }
-"""Options that only questions take, and their defaults."""
+"""Options that apply only to questions, with their defaults."""
 
 TASK_OPTIONS: dict[str, Any] = {
     "mode": "verified",
@@ -62,24 +62,24 @@ TASK_OPTIONS: dict[str, Any] = {
     "log_samples": False,
     "run_code": False,
 }
-"""Options that only tasks take, and their defaults."""
+"""Options that apply only to tasks, with their defaults."""
 
 
 EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"
 
 MAX_TOKENS = 160
-"""Longer than any answer of the corpus."""
+"""Default for the embedded model's questions; longer than any answer in its corpus."""
 OWN_MAX_TOKENS = 512
-"""The same for questions in a user's file."""
+"""Default for questions in a user's file."""
 
 BATCHES_PER_TURN = 16
-"""How many batches of questions a decoder answers before the next has its turn: a second or two
+"""How many batches of questions a decoder answers before the next takes its turn: a second or two
 with a small model."""
 SLOWER = 0.97
-"""The speed against AR below which the default mode is said to be slower."""
+"""The speed relative to AR below which a message says that the default mode is slower."""
 
 SAMPLES = 300
-"""How many of the embedded model's questions are asked per regime."""
+"""Default number of the embedded model's questions per regime."""
 
 PAPER_THRESHOLDS = (0.2, 0.4, 0.6, 0.9)
 
@@ -93,7 +93,7 @@ DECODER_OPTIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A way to decode: its name, the model that does it, and its sampling parameters."""
+    """A way to decode: its name, the model that decodes, and the sampling parameters."""
 
     name: str
     llm: LLM
@@ -108,15 +108,15 @@ def evaluate_all(
     console: Console | None = None,
     on_answers: Callable[[Sequence[Question], str, list[Completion]], None] = lambda *_: None,
 ) -> list[Score]:
-    """Scores decoders on the questions of one regime after another, under a progress bar.
+    """Scores decoders on the questions of one regime after another, with a progress bar.
 
-    Within a pass the decoders take turns of a few batches, so that other work on the machine slows
-    all of them.
+    Within a pass the decoders take turns, a few batches each, so that other work on the machine
+    slows all of them.
 
     Args:
-      passes: timed passes of each decoder over all the questions.
-      console: where the bar is shown; by default on standard error.
-      on_answers: called with questions, a decoder's name, and its completions.
+      passes: number of timed passes of each decoder over all questions.
+      console: where the bar is shown; by default standard error.
+      on_answers: called with the questions, a decoder's name, and its completions.
     """
     from wedlm_jax.host.progress import ProgressBar
 
@@ -125,7 +125,7 @@ def evaluate_all(
     with ProgressBar("answers", total=total, console=console) as bar:
 
         def run(decoder: Decoder, questions: Sequence[Question]) -> tuple[list[Completion], float]:
-            """Returns the completions, and the seconds that they took without compiling."""
+            """Returns the completions and the seconds that they took, without compiling."""
             nonlocal answered, spent
             bar.update(
                 answered,
@@ -229,12 +229,12 @@ def decoders_at(
     kinds: Sequence[str] = KINDS,
     **others: Any,
 ) -> list[Decoder]:
-    """Returns AR decoding, mode paper at each threshold, and verified decoding.
+    """Returns decoders for AR, for mode paper at each threshold, and for mode verified.
 
     Args:
       window_size: W; None for the engine's default.
-      kinds: which of these. A model that was not trained on masks has AR and verified decoding.
-      others: options of `infer.generate.load`.
+      kinds: which of these to return. A model that was not trained on masks has no mode paper.
+      others: more options of `infer.generate.load`.
     """
     others |= {"batch_size": batch_size} | ({} if model is None else {"model": model})
 
@@ -256,7 +256,7 @@ def decoders_at(
         masks = llm.engine.config.knows_masks
         if not masks and "paper" in kinds:
             print(
-                f"{llm.name} was not trained on masks: AR and verified decoding alone",
+                f"{llm.name} was not trained on masks: only AR and verified decoding are compared",
                 file=sys.stderr,
             )
             kinds = [kind for kind in kinds if kind == "verified"]
@@ -270,7 +270,7 @@ def decoders_at(
 
 
 def _compare(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) -> None:
-    """Compares decoders as ``options`` say; prints and writes the results."""
+    """Compares decoders according to ``options``; prints and writes the results."""
     from rich.console import Console
 
     names = {name: options[name] for name in DECODER_OPTIONS if name in options}
@@ -306,7 +306,7 @@ def _compare(options: Mapping[str, Any], regimes: Sequence[Sequence[Question]]) 
 
 
 def as_answer(decoder: str, question: Question, completion: Completion) -> dict[str, object]:
-    """Returns a line of ``--answers``."""
+    """Returns one line of the ``--answers`` file."""
     return {
         "decoder": decoder,
         "regime": question.regime,
@@ -336,8 +336,8 @@ def _tell_slower(scores: Sequence[Score]) -> None:
     ]
     if slower:
         print(
-            f"on this machine verified decodes slower than AR: {', '.join(slower)}; --mode ar or "
-            "--window-size 0, LLM(window_size=0) in Python, gives the same tokens faster there",
+            f"on this machine mode verified is slower than AR: {', '.join(slower)}; --mode ar or "
+            "--window-size 0 (in Python LLM(window_size=0)) gives the same tokens faster there",
             file=sys.stderr,
         )
 
@@ -359,9 +359,9 @@ def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="wedlm evaluate",
         usage="wedlm evaluate [--model DIR] [--questions FILE | --tasks NAME ...] [options]",
-        description="Accuracy and speed of AR decoding, mode paper and verified decoding from the "
-        "same weights, on\nquestions held out from the embedded model's training, or your own; or "
-        "the scores of a model\non tasks of lm-evaluation-harness.",
+        description="Measures accuracy and speed of AR decoding, mode paper and verified decoding "
+        "with the same weights,\non questions held out from the embedded model's training or on "
+        "your own; or scores a model on\ntasks of lm-evaluation-harness.",
         epilog="docs/evaluation.md describes the format of questions, and how to run HumanEval.\n\n"
         "examples:\n"
         "  wedlm evaluate --samples 100 --entropy-threshold 0.4 --plot scores.svg\n"
@@ -389,14 +389,14 @@ def _add_decoding(group: Any) -> None:
         type=float,
         nargs="+",
         metavar="X",
-        help="τ in nats of mode paper; with questions one or more [0.2 0.4 0.6 0.9; tasks 0.4]",
+        help="τ of mode paper in nats; for questions one or more [0.2 0.4 0.6 0.9; tasks 0.4]",
     )
     add("--position-penalty", type=float, metavar="X", help="λ of mode paper [0.02]")
     add(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="maximum tokens of an answer [160; own questions 512; tasks: as each says]",
+        help="maximum tokens of an answer [160; own questions 512; tasks: each sets its own]",
     )
     add("--output", metavar="FILE", help="also write the scores as JSON")
 
@@ -407,12 +407,12 @@ def _add_questions(group: Any) -> None:
     add(
         "--match",
         choices=MATCHES,
-        help="how to judge answers whose question does not say [exact]",
+        help="how to judge answers if the question does not say [exact]",
     )
     add(
         "--chat",
         action="store_true",
-        help="treat a prompt as a user message and apply the chat template",
+        help="treat each prompt as a user message and apply the chat template",
     )
     samples = "number of questions per regime [300; own questions: all]"
     add("--samples", type=int, metavar="N", help=samples)
@@ -441,7 +441,7 @@ def _add_tasks(group: Any) -> None:
         "--num-fewshot",
         type=int,
         metavar="N",
-        help="solved examples before each question [as tasks say]",
+        help="solved examples before each question [each task sets its own]",
     )
     add("--apply-chat-template", action="store_true", help="apply the chat template [off]")
     add(

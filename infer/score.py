@@ -18,7 +18,7 @@ from wedlm_jax.records.questions import Tally
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score(Tally):
-    """Results of one decoder on the prompts of one regime.
+    """The results of one decoder on the prompts of one regime.
 
     Attributes:
       decoder, regime: names.
@@ -39,7 +39,7 @@ class Score(Tally):
         return self.tokens / max(statistics.median(self.seconds), 1e-9)
 
     def speed_up(self, other: Score) -> float:
-        """Returns the speed-up over another decoder, the median over the passes."""
+        """Returns the speed-up over another decoder: the median over the passes."""
         return statistics.median(ratios_by_turns(self, other))
 
     def as_row(self) -> dict[str, object]:
@@ -49,7 +49,7 @@ class Score(Tally):
 
 
 class Timed(Protocol):
-    """What was timed by turns: tokens, and the seconds of each pass."""
+    """Something timed in turns with others: its tokens, and the seconds of each pass."""
 
     @property
     def tokens(self) -> int: ...
@@ -59,15 +59,15 @@ class Timed(Protocol):
 
 
 def ratios_by_turns(one: Timed, other: Timed) -> list[float]:
-    """Returns the speed-up of one over the other in each pass. Other work on the machine slows both
-    in the same pass."""
+    """Returns the speed-up of one over the other in each pass. They take turns within a pass, so
+    other work on the machine slows both."""
     more = one.tokens / max(other.tokens, 1)
     turns = zip(one.seconds, other.seconds, strict=True)
     return [more * theirs / max(mine, 1e-9) for mine, theirs in turns]
 
 
 def columns(first: str) -> dict[str, str]:
-    """Returns the columns of a table of scores after the names, and what each means.
+    """Returns the columns of a score table after regime and decoder, and what each means.
 
     Args:
       first: name of the decoder that the others are compared with.
@@ -75,18 +75,18 @@ def columns(first: str) -> dict[str, str]:
     same = "as AR" if first == "AR" else "as first"
     return {
         "right": "answers that are right; prose has no right answer",
-        same: f"completions that are those of {first}, token for token",
-        "AR\nagrees": "tokens that AR, given all before them, finds most probable",
-        "tokens/\nforward": "completion tokens for each decode forward: 1 in AR",
-        "p_cache": "completion tokens for each token computed: 1 in AR; at most 0.5 where "
-        "masks are filled, since each place is computed as a mask first and as a token once more",
-        "tokens/\nsecond": "with the prompt, without compiling",
-        "speed": f"tokens/second over those of {first}, the median over the passes",
+        same: f"completions that equal those of {first}, token for token",
+        "AR\nagrees": "tokens that AR finds most probable, given all tokens before them",
+        "tokens/\nforward": "completion tokens per decode forward: 1 in AR",
+        "p_cache": "completion tokens per token computed: 1 in AR; at most 0.5 where masks are "
+        "filled, since each position is computed first as a mask and then as a token",
+        "tokens/\nsecond": "including the prompt, excluding compiling",
+        "speed": f"tokens/second relative to {first}, the median over the passes",
     }
 
 
 def legend(scores: Sequence[Score]) -> Table:
-    """Makes the lines that explain the columns of `score_table`."""
+    """Returns lines that explain the columns of `score_table`."""
     lines = Table.grid(padding=(0, 2))
     for name, meaning in columns(scores[0].decoder).items():
         lines.add_row(name.replace("/\n", "/").replace("\n", " "), meaning)
@@ -94,7 +94,7 @@ def legend(scores: Sequence[Score]) -> Table:
 
 
 def score_table(scores: Sequence[Score]) -> Table:
-    """Makes a table with a row for each regime and decoder; speeds are relative to the regime's
+    """Returns a table with a row for each regime and decoder; speeds are relative to the regime's
     first decoder."""
     # Narrow enough for a terminal of 80 columns.
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
@@ -114,7 +114,7 @@ def score_table(scores: Sequence[Score]) -> Table:
             score.decoder,
             "-" if score.accuracy is None else _percent(score.accuracy),
             _percent(score.as_first),
-            f"{math.floor(100 * score.ar_agrees)}%",  # 100 is all of them
+            f"{math.floor(100 * score.ar_agrees)}%",  # rounded down, so 100% means all
             f"{score.tokens_per_forward:.2f}",
             f"{score.p_cache:.2f}",
             f"{score.tokens_per_second:,.0f}",
@@ -128,8 +128,8 @@ def _percent(share: float) -> str:
 
 
 def draw_scores(scores: Sequence[Score], path: Path) -> None:
-    """Draws the share of right answers, or of texts exactly like AR's in a regime without right
-    answers, against tokens per forward and against speed: a column per regime."""
+    """Draws the share of right answers against tokens per forward and against speed, one column per
+    regime. A regime without right answers has the share of texts equal to AR's instead."""
     regimes = list(dict.fromkeys(score.regime for score in scores))
     figure = new_figure(4 * len(regimes), 7)
     panels = figure.subplots(2, len(regimes), squeeze=False)

@@ -97,7 +97,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(calls, tmp_path, monkeypatc
 def test_figures_of_other_settings_are_not_mixed(calls, tmp_path):
     arguments = [*ARGUMENTS, "--output", str(tmp_path / "figures.json")]
     assert tradeoffs.main(arguments) == 0
-    with pytest.raises(InputError, match=r"figures\.json: has figures of other settings"):
+    with pytest.raises(InputError, match=r"figures\.json: has figures for other settings"):
         tradeoffs.main([*arguments, "--samples", "5"])
     with pytest.raises(InputError, match="--regime: expected some of low_entropy, "):
         tradeoffs.main([*arguments, "--regime", "poems"])

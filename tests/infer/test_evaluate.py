@@ -81,8 +81,8 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
     assert f"{score['cut']} of 4 answers were cut at 24 tokens" in printed.err
     # Without AR there is nothing that is AR's.
     assert "as AR" not in printed.out
-    assert re.search(r"as first +completions that are those of verified", printed.out)
-    assert "over those of verified" in printed.out
+    assert re.search(r"as first +completions that equal those of verified", printed.out)
+    assert "relative to verified" in printed.out
 
 
 def test_a_question_that_leaves_no_room_is_refused_by_line_before_any_is_decoded(

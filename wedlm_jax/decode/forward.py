@@ -1,4 +1,4 @@
-"""One forward: the layers over the flat tokens of all spans, the head over the rows that predict.
+"""One forward: the layers over the flat tokens of all spans, then the head over rows that predict.
 
 Both run at the smallest of a few static sizes that holds the real tokens; the pages are updated in
 place. Predictions are returned by window slot, ``[N, P+1]``.
@@ -40,19 +40,19 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.params import MOST_LOGPROBS
 
 USUAL_BUDGET, BOLD_BUDGET = 2.0, 4.0
-"""The nats that the drafts of a window may cost, without backup masks and with them."""
+"""The default draft budget of a window in nats, without backup masks and with them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a burst is compiled for; static.
+    """The static description for which a burst is compiled.
 
     Attributes:
-      sizes: the sizes in which forwards run.
+      sizes: the static sizes at which forwards run.
       traits: the sampling options that its sequences may use.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
       vocabulary: the tokens that may be chosen.
-      backup: the most backup masks of a sequence.
+      backup: maximum number of backup masks of a sequence.
     """
 
     sizes: ForwardSizes
@@ -64,7 +64,7 @@ class Program:
     def draft_budget(self, options: Options) -> Array | None:
         """Returns each sequence's budget for drafts in nats, ``[N]``; None where none drafts.
 
-        With backup masks a wrong draft costs less, so the usual budget is larger.
+        With backup masks a wrong draft costs less, so the default budget is larger.
         """
         given = options.draft_budget
         if given is None:
@@ -112,7 +112,7 @@ def run_layers(
     """Runs the layers over the plan's tokens.
 
     Args:
-      hidden: from `no_hidden_states` or the forward before; overwritten.
+      hidden: the array from `no_hidden_states` or from the previous forward; overwritten.
 
     Returns:
       the final hidden states ``[T, D]``, meaningless after the plan's tokens, and the pages with
@@ -174,7 +174,7 @@ def predict(
         more = backup.backup_rows(state, program.backup) & plan.window[:, None]
         has_row = jnp.concatenate([has_row, more], axis=1)
     sequences, columns = has_row.shape
-    # Rows are in order of sequence and slot, so the rank of a slot that has a row is that row.
+    # Rows are ordered by sequence and slot, so a slot's rank among the slots with rows is its row.
     flat = has_row.reshape(-1)
     rank = (jnp.cumsum(flat, dtype=jnp.int32) - 1).reshape(has_row.shape)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), rank[:, -1] + 1])
@@ -247,11 +247,11 @@ def _head_rows(
     place of each, int32 ``[R]``.
 
     Args:
-      has_row: bool ``[N, P+1+M]``, by slot, and then by backup mask.
+      has_row: bool ``[N, P+1+M]``, first by slot, then by backup mask.
       starts: int32 ``[N+1]``, each sequence's first row.
     """
     sequence, offset = owner(starts, size, start)
-    # The column of a row is the one with ``offset`` columns that have a row before it.
+    # A row's column is the one that has a row itself, and ``offset`` columns with rows before it.
     ranks = jnp.cumsum(has_row, axis=1, dtype=jnp.int32)[sequence]
     column = (ranks <= offset[:, None]).sum(axis=1, dtype=jnp.int32)
     valid = start + jnp.arange(size) < starts[-1]

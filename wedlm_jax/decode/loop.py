@@ -77,10 +77,10 @@ def run_burst(
     forward may commit.
 
     Args:
-      changed: bool ``[N]``, sequences whose window has changed since the last burst.
+      changed: bool ``[N]``, whether each sequence's window has changed since the last burst.
 
     Returns:
-      state, pages, counters, and the last forward if the program has trait "traced".
+      state, pages, counters, and the last forward if the program has the trait "traced".
     """
     emitted = dataclasses.replace(state.emitted, count=jnp.zeros_like(state.emitted.count))
     state = with_windows(dataclasses.replace(state, emitted=emitted), options, changed)
@@ -147,8 +147,8 @@ def decide(
 ) -> Decision:
     """Decides what is committed, filled and kept.
 
-    A program with both policies computes both, and each sequence takes the result of its own: a
-    compiled loop cannot branch by sequence.
+    A program with both policies computes both for every sequence, which then takes the result of
+    its own policy: a compiled loop cannot branch per sequence.
 
     Args:
       predictions: the head's predictions for the window slots.
@@ -195,8 +195,8 @@ def advance(
 ) -> DecodeState:
     """Returns the state after a forward: tokens committed, masks filled, windows moved."""
     run, fills, ran = decision.run, decision.fills, decision.ran
-    # The final keys and values are those of the prompt's chunk and of the run. Those of other slots
-    # are in the pages, too, but are not counted and so overwritten by the next forward.
+    # Only the keys and values of the prompt's chunk and of the run are final. Those of other slots
+    # are in the pages, too, but are not counted, so the next forward overwrites them.
     reached = state.num_computed + plan.chunk + run
     checked = jnp.where(options.anchored & ran, is_filled(state).sum(axis=1) - 1, 0)
     state = append(state, options, decision.tokens, decision.logprobs, decision.committed, checked)
@@ -224,7 +224,7 @@ def advance(
 def with_copies(
     state: DecodeState, decision: Decision, options: Options, allowance: Allowance, program: Program
 ) -> DecodeState:
-    """Fills windows in which no mask drafted with drafts copied from the text.
+    """Adds drafts copied from the text to windows in which no mask drafted.
 
     Args:
       state: the state after the forward.
@@ -248,12 +248,12 @@ def with_copies(
     prompts = jnp.where(state.running, state.window_start - state.num_computed, 0).sum()
     tokens = jnp.where(state.running, state.active + state.backup.count + unpriced, 0).sum()
     tokens += jnp.minimum(prompts, allowance.chunk_tokens)
-    # What the forward commits without these copies: each sequence's choice, and its drafts, which
-    # are mostly right, or the drafts that its masks make for the next forward.
+    # What the forward commits without these copies: each sequence's choice, and either its drafts,
+    # which are mostly right, or the mean number that its masks' drafts add, if that is more.
     committed = 1 + jnp.maximum(drafted + unpriced, known.masks)
     committed = jnp.where(state.running, committed, 0.0)
     costs = lookup.ForwardCosts(program.sizes.tokens, allowance.seconds[0])
-    # A burst ends early, when some of its sequences have finished, only if others wait.
+    # Bursts end early, once some of their sequences have finished, only if others wait.
     others_wait = allowance.until_finished[0] < state.running.sum()
     value = lookup.worth(state.num_output, state.num_forwards, others_wait)
     least = jnp.where(others_wait, lookup.GAIN, lookup.GAIN_ALONE)
@@ -282,7 +282,8 @@ def _nothing_recorded(state: DecodeState) -> LastForward:
 def _recorded(
     state: DecodeState, predictions: Predictions, decision: Decision, has_row: Array
 ) -> LastForward:
-    """Records a forward of a ``state`` that predicted the slots of ``has_row [N, P+1]``."""
+    """Returns the record of a forward over ``state`` that predicted the slots where ``has_row``,
+    bool ``[N, P+1]``."""
     held = is_filled(state)
     return LastForward(
         ran=decision.ran,
@@ -401,8 +402,8 @@ def _as_wide(values: Array, like: Array) -> Array:
 
 
 def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
-    """Writes ``values [N, C, ..]`` where ``here [N, C]`` into ``old [N, E, ..]``, from column
-    ``start [N]`` on."""
+    """Writes ``values [N, C, ..]`` into ``old [N, E, ..]`` from column ``start [N]`` on, but only
+    where ``here [N, C]``."""
     # The others go to a column that does not exist and are dropped, which keeps shapes static.
     place = jnp.where(here, start[:, None] + jnp.arange(here.shape[1]), old.shape[1])
     rows = jnp.arange(old.shape[0])[:, None]
@@ -410,7 +411,7 @@ def _put(old: Array, start: Array, values: Array, here: Array) -> Array:
 
 
 def move_windows(state: DecodeState, options: Options, run: Array) -> DecodeState:
-    """Drops the run ``[N]`` from the front of each window and opens new masks after it."""
+    """Drops the ``run [N]`` from the front of each window and opens new masks at its end."""
     slots = state.tokens.shape[1]
     if slots == 1:
         return dataclasses.replace(state, filled=state.filled & (run == 0)[:, None])
@@ -432,8 +433,8 @@ def move_windows(state: DecodeState, options: Options, run: Array) -> DecodeStat
 
 
 def put_in_front(state: DecodeState, sequences: Array, options: Options) -> DecodeState:
-    """Puts the last token of the text into slot 0 of ``sequences [N]``. The token is known; the
-    next forward computes its keys and values."""
+    """Puts the last token of the text into slot 0 of ``sequences [N]``. This token is known, and
+    the next forward computes its keys and values."""
     token = jnp.take_along_axis(state.text, jnp.maximum(state.text_length - 1, 0)[:, None], axis=1)
     here = sequences[:, None] & (jnp.arange(state.tokens.shape[1]) == 0)
     filled = state.filled | here
@@ -461,8 +462,8 @@ def with_windows(state: DecodeState, options: Options, changed: Array) -> Decode
     whole = leading(filled)
     run = jnp.minimum(whole, jnp.maximum(options.window, 1))
     active = (options.window + run).astype(jnp.int32)
-    # After a run that is cut no drafts are kept: no mask would follow the last draft, but the
-    # forward that accepts a draft fills the slot after it.
+    # If the run is cut, no drafts after it are kept. No mask would follow the last draft, but the
+    # forward that accepts a draft also fills the slot after it.
     end = jnp.where(options.anchored & (run < whole), run, active)
     filled &= jnp.arange(filled.shape[1]) < end[:, None]
     narrowed = dataclasses.replace(

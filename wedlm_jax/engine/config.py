@@ -15,20 +15,21 @@ from wedlm_jax.option_values import Option, options_of
 DTYPES = ("float32", "bfloat16")
 ATTENTION = ("xla", "gather", "rpa")
 DEFAULT_WINDOW = 16
-"""The window of mode "paper", whose tokens depend on it."""
+"""The default window of mode "paper", fixed since the tokens of that mode depend on it."""
 MOST_LOOKUP = 15
-"""The most drafts that can be copied from a text."""
+"""Maximum number of drafts copied from a text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """How a checkpoint is loaded and decoded.
 
-    An `Engine` used without `LLM` decodes token ids with the parameters it is given; ``dtype``,
-    ``quantization``, ``mesh`` and the options about text are for `LLM`, which loads them.
+    An `Engine` used without `LLM` decodes token ids with the parameters it is given. ``dtype``,
+    ``quantization``, ``mesh`` and the options about text only matter to `LLM`, which loads the
+    checkpoint.
 
     Raises:
-      InputError: a value is not valid; the message names the field and what was expected.
+      InputError: a value is invalid; the message names the field and what was expected.
     """
 
     window_size: Annotated[
@@ -70,7 +71,7 @@ class EngineConfig:
     ] = None
     kv_cache_dtype: Annotated[
         str | None,
-        Option("round keys and values to 8 bits", choices=("int8",), none="as dtype"),
+        Option("round keys and values to 8 bits", choices=("int8",), none="same as dtype"),
     ] = None
     max_model_len: Annotated[
         int | None,
@@ -146,8 +147,8 @@ class EngineConfig:
     backup_masks: Annotated[
         int | None,
         Option(
-            "maximum masks that assume the least certain draft to be wrong, so that drafts remain "
-            "if it is; with windows, in mode verified",
+            "maximum backup masks, which assume that the least certain draft is wrong, so that "
+            "drafts remain if it is; used with windows, in mode verified",
             low=0,
             none="8, but 0 on a CPU",
         ),
@@ -193,4 +194,4 @@ class EngineConfig:
 
 
 ENGINE_OPTIONS: Mapping[str, Option] = options_of(EngineConfig)
-"""The description of every field, in order."""
+"""The descriptions of all fields, in order."""

@@ -1,4 +1,4 @@
-"""Runs the scheduler's bursts on the device and reports their results. Keeps the sequences' state,
+"""Runs the scheduler's bursts on the device and reports their results. Holds the sequences' state,
 their pages and the compiled programs."""
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain
 
 FIRST_CHECK, CHECK, CHECK_FORWARDS = 8, 512, 8
-"""After `FIRST_CHECK` forwards, and then after as many again as there have been, at most `CHECK`, a
-burst of `CHECK_FORWARDS` forwards copies no drafts. It measures what such forwards take, which is
-the baseline for all others: a burst with both kinds tells only what they take together."""
+"""Now and then a burst of `CHECK_FORWARDS` forwards copies no drafts, to measure the baseline cost:
+if only some forwards of a burst have copies, it only shows what they take together. The first
+check comes after `FIRST_CHECK` forwards, each later one when the number of forwards has doubled or
+after `CHECK` more, whichever is sooner."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticket:
-    """A burst that the device runs, or has run.
+    """A burst that the device is running or has run.
 
     Attributes:
       number: the burst's number.
       fetched: the results that the host fetches.
-      sizes: the sizes in which its program runs forwards.
+      sizes: the static sizes at which its program runs forwards.
       members: its sequences.
       started: when it was submitted.
-      windowless: whether its program has no room for windows although others have.
+      windowless: whether its program has no room for windows, though the engine's others have.
       alone: whether no other burst was in flight when it was submitted.
       resized: whether the state had to be resized for its program first.
     """
@@ -77,15 +78,15 @@ class Ticket:
 
 
 class Device:
-    """Runs bursts.
+    """Runs bursts of forwards.
 
     Args:
       model: the model, on its device or mesh, with the layer layout that runs fastest there.
-      settings: checked sizes.
+      settings: the engine's settings.
       mesh: the model's mesh; None for a single device.
-      windows_vary: whether windows are chosen from burst to burst. If so, bursts in which no
-        sequence has a window use a second, faster program without room for windows.
-      grammars: compiles the grammars of requests; None if there are none.
+      windows_vary: whether windows are chosen for each burst. If so, bursts in which no sequence
+        has a window use a second, faster program without room for windows.
+      grammars: compiles the grammars of requests; None if requests have none.
       store: where compiled programs are stored for the next process.
     """
 
@@ -104,9 +105,9 @@ class Device:
         graph, self._parameters = nnx.split(model)
         self._leaves = jax.tree.leaves(self._parameters)
         self._formats: nnx.State | None = None
-        """The memory layouts of the parameters; None if they are as given."""
+        """The memory layouts of the parameters; None for the layouts they came in."""
         self.programs = CompiledPrograms(graph, model.config, settings, mesh, store)
-        # Asked for in every burst, and slow to work out.
+        # Needed for every burst, and slow to compute.
         self._sizes = functools.cache(lambda traits: settings.program(traits).sizes.tokens)
         self.traits = Traits()
         self._room = Traits()
@@ -117,22 +118,22 @@ class Device:
         self._windows = np.full(settings.sequences, -1, np.int32)
         self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
         self._failed: list[int] = []
-        """Sequences still in the state although the last report contained their error."""
+        """Indices of sequences still in the state although the last report has their errors."""
         self._num_submitted = self._num_collected = 0
         self._ended, self._observed = 0.0, True
-        """The latest time when the last collected burst can have ended; whether it is exact."""
+        """The latest time at which the last collected burst can have ended; whether it is exact."""
         self.counters = np.zeros(3, np.int64)
         """Forwards, real tokens and computed tokens so far. Replicas run their forwards at the same
         time and the device waits for the slowest, so each burst counts the forwards of the replica
-        that ran the most: seconds divided by forwards is then the time of one. Tokens are summed
-        over replicas."""
+        that ran the most: seconds divided by forwards is then the time of one forward. Tokens are
+        summed over replicas."""
         self.drafts = Drafts()
         """The drafts checked so far, over all replicas."""
         self.costs: CostTable | None = None
-        """What forwards cost, which decides whether drafts are copied from texts. None until
-        measured; assumed costs are used until then."""
+        """The costs of forwards, which decide whether drafts are copied from texts. None until they
+        are known; assumed costs are used until then."""
         self._next_check = FIRST_CHECK
-        """The number of bursts so far in which the cost of copies was weighed."""
+        """The number of forwards after which the next check without copies takes place."""
 
     # --- weights and programs -----------------------------------------------------------
 
@@ -142,7 +143,7 @@ class Device:
         self._leaves = jax.tree.leaves(self._parameters)
 
     def release(self) -> None:
-        """Frees weights and pages; the programs are kept for the weights that `update` brings."""
+        """Frees weights and pages, but keeps the compiled programs for a later `update`."""
         self._parameters, self._leaves = nnx.State({}), []
         self.forget_sequences()
 
@@ -180,7 +181,7 @@ class Device:
             self._make_room(traits)
 
     def compile(self, traits: Traits) -> None:
-        """Compiles the programs for sequences with these traits. May be called in any thread."""
+        """Compiles the programs for sequences with these traits. May be called from any thread."""
         kinds = [traits]
         if self._windows_vary and traits.window and traits.autoregressive:
             kinds = [traits.without_windows, traits]
@@ -192,7 +193,7 @@ class Device:
 
     def submit(self, burst: Burst) -> Ticket:
         """Submits a burst of forwards without waiting for it. The next burst may be submitted
-        before this one ends; it runs right after it."""
+        before this one ends; the device then runs it right after this one."""
         assert self._state is not None
         self._num_submitted += 1
         for gone in burst.released:
@@ -230,7 +231,8 @@ class Device:
         )
 
     def collect(self, ticket: Ticket) -> Report:
-        """Waits for a ticket's burst, the oldest not collected yet, and returns its report."""
+        """Waits for a ticket's burst, which must be the oldest one not collected yet, and returns
+        its report."""
         begun = max(ticket.started, self._ended)
         timed = ticket.alone or (self._observed and not ticket.fetched[0].is_ready())
         numbers, logprobs, counters, last = jax.device_get(ticket.fetched)
@@ -260,7 +262,7 @@ class Device:
 
     def save(self, index: int, request: Request) -> SavedWindow:
         """Returns the window of a preempted sequence in mode "paper", for `Admission.resume`. Its
-        size depends on the sequence alone, so that any program that can decode it has room for
+        size depends only on the sequence, so any program that can decode the sequence has room for
         it."""
         state, asked = self._state, request.params.logprobs
         assert state is not None
@@ -283,7 +285,7 @@ class Device:
             self._leaves = jax.tree.leaves(self._parameters)
 
     def _expect(self, admission: Admission, window: int) -> None:
-        """Records what the host has to know about a sequence that enters."""
+        """Records the options and the grammar of a sequence that enters."""
         index, params = admission.index, admission.request.params
         stops = self.settings.stop_ids(params)
         self._options.set(index, params, window=window, stops=stops, lookup=admission.lookup)
@@ -323,7 +325,8 @@ class Device:
         return changes
 
     def _goes_without_copies(self) -> bool:
-        """Returns whether the next burst is one that measures forwards without copied drafts."""
+        """Returns whether the next burst measures forwards without copied drafts; if so, schedules
+        the next such check."""
         if not self._room.lookup or self.costs is None:
             return False
         done = int(self.counters[0])
@@ -333,7 +336,7 @@ class Device:
         return True
 
     def _seconds(self, *, without_copies: bool) -> np.ndarray | None:
-        """Returns the cost of a forward of each size, in the form that `Allowance` takes."""
+        """Returns the cost of a forward of each size, as `Allowance` takes it."""
         if not self._room.lookup:
             return None
         sizes = self._sizes(self._room)
@@ -435,7 +438,7 @@ def _allowance(burst: Burst, most_chunk_tokens: int, seconds: np.ndarray | None)
 def window_forwards(
     last: LastForward, indices: Iterable[int], started: float
 ) -> dict[int, WindowForward]:
-    """Returns, for each sequence at ``indices`` whose window the last forward ran, that forward.
+    """Returns, by index, what the last forward did in those windows at ``indices`` that it ran.
 
     Args:
       last: the last forward, fetched from the device.

@@ -47,8 +47,8 @@ class Engine:
       config: sizes and decoding options.
       mesh: the model's mesh; its axes ``data`` and ``tensor`` are used. None for a single device.
       grammars: compiles the grammars of requests; with None, requests with a grammar are refused.
-      known_tokens: the ids that the model's tokenizer knows; others are never chosen. None, without
-        a tokenizer, allows all but the mask token.
+      known_tokens: the ids that the model's tokenizer knows; others are never chosen. None (no
+        tokenizer) allows all but the mask token.
       store: where compiled programs are stored for the next process; None stores nothing.
 
     Attributes:
@@ -129,19 +129,19 @@ class Engine:
             )
         if params.mode == "paper" and self.config.has_drafter:
             raise InputError(
-                "mode: expected verified or ar, not paper: masks of a drafter only propose tokens, "
-                "which the model has to verify"
+                "mode: expected verified or ar, not paper: a drafter's masks only propose tokens, "
+                "which the model must verify"
             )
         check_options(params, self.settings.stop_ids(params), self.settings.vocabulary)
         self.check_grammar(params)
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Refuses, with an `InputError`, a grammar that cannot be followed. Compiles the grammar,
-        which takes seconds if it is large; `check` then finds it compiled. May be called in any
-        thread."""
+        """Refuses, with an `InputError`, a grammar that cannot be followed. This compiles the
+        grammar, which takes seconds if it is large; `check` then finds it compiled. May be called
+        from any thread."""
         if params.grammar is not None:
             if self._grammars is None:
-                raise InputError(f"{params.grammar[0]}: needs a tokenizer, and there is none")
+                raise InputError(f"{params.grammar[0]}: needs a tokenizer, but there is none")
             self._grammars.check(params)
 
     def check_window(self, window: int) -> None:
@@ -152,7 +152,7 @@ class Engine:
         if most == 0:
             why = "has no windows" if self.config.knows_masks else "was not trained on masks"
             raise InputError(f"window_size: expected 0, not {window!r}: this model {why}")
-        raise InputError(f"window_size: expected 0 to {most}, the engine's own, not {window!r}")
+        raise InputError(f"window_size: expected 0 to {most}, the engine's widest, not {window!r}")
 
     def most_tokens(self, request: Request) -> int:
         """Returns the largest ``max_tokens`` that a request's prompt leaves room for."""
@@ -168,16 +168,17 @@ class Engine:
         ahead: bool = False,
         program: Traits | None = None,
     ) -> list[Event]:
-        """Takes requests in, runs a burst of forwards, and returns its events.
+        """Accepts new requests, runs a burst of forwards, and returns events.
 
         Args:
           submitted: checked requests, in order of arrival.
           aborted: numbers of requests to abort; they cause no more events.
           max_forwards, seconds, ahead: see `Scheduler.step`.
-          program: traits from `compiled_for`; by default the smallest program, compiled if needed.
+          program: traits of the program to run, from `compiled_for`; by default the engine chooses
+            one, and compiles it if needed.
 
         Returns:
-          new tokens, finished requests and failed requests.
+          new tokens, traced forwards, finished requests and failed requests.
         """
         self.scheduler.submit(submitted)
         self.scheduler.abort(aborted)
@@ -196,7 +197,7 @@ class Engine:
 
         Args:
           told: called after each burst with the number of requests that have finished.
-          max_forwards: the most forwards of each burst, as in `step`.
+          max_forwards: maximum forwards of each burst, as in `step`.
 
         Raises:
           InputError: a request cannot be decoded.
@@ -222,7 +223,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of a prompt and its completion together."""
+        """Maximum tokens of a prompt and its completion together."""
         return self.settings.max_text
 
     @property
@@ -232,7 +233,7 @@ class Engine:
 
     @property
     def counters(self) -> Counters:
-        """The counters of the scheduler."""
+        """The scheduler's counters."""
         return self.scheduler.counters
 
     def traits_of(self, request: Request) -> Traits:
@@ -260,12 +261,14 @@ class Engine:
     # --- programs and weights -----------------------------------------------------------
 
     def expect(self, params: Sequence[SamplingParams]) -> None:
-        """Prepares for requests with these options, so that none waits for compilation."""
+        """Makes later programs cover requests with these options, so that none of them waits for
+        another compilation."""
         for one in params:
             self._floor = self._floor.union(self.traits_of(Request(-1, (), one)))
 
     def compile(self) -> None:
-        """Compiles the programs for the expected requests (see `expect`), without running them."""
+        """Compiles the programs for the expected requests (see `expect`). If windows or drafts are
+        chosen by cost, this also measures the cost of forwards."""
         with self._on_mesh():
             self.device.compile(self._traits())
             self._prepare()
@@ -287,12 +290,12 @@ class Engine:
         """Returns the traits of the smallest compiled program that serves sequences with
         ``traits``; None if there is none yet."""
         known = [one for one in self.device.programs.traits if one.holds(traits)]
-        # The smallest is the one that most of the others include.
+        # The smallest is the one that the most others include.
         return max(known, key=lambda one: sum(o.holds(one) for o in known), default=None)
 
     def compile_program(self, traits: Traits) -> None:
-        """Compiles the programs for sequences with these traits. May be called in any thread, while
-        the engine is stepped in its own."""
+        """Compiles the programs for sequences with these traits. May be called from any thread,
+        while the engine's own thread calls `step`."""
         with self._on_mesh():
             self.device.compile(traits)
 
@@ -312,7 +315,7 @@ class Engine:
         self.device.update(with_layers_apart(model) if runs_apart() else model)
 
     def release(self) -> None:
-        """Frees weights and pages; the programs are kept for the weights that `update` brings."""
+        """Frees weights and pages, but keeps the compiled programs for a later `update`."""
         self.device.release()
         self.scheduler = self._new_scheduler()
 
@@ -336,9 +339,9 @@ class Engine:
         return len(self.device.programs)
 
     def _prepare(self, program: Traits | None = None) -> None:
-        """Makes room for all requests. Where windows or drafts are chosen by cost, measures the
-        costs before the first such request is admitted; if others are running already, costs are
-        learnt while they decode."""
+        """Prepares the device for all current requests. Where windows or drafts are chosen by cost,
+        this measures the costs before the first such request is admitted; if other requests are
+        already running, costs are learnt while they decode."""
         traits = self._program() if program is None else program
         widest = Traits(self.settings.window, autoregressive=True)
         chosen = isinstance(self.windows, AutoWindows) and traits.holds(widest)
@@ -365,9 +368,9 @@ class Engine:
         return traits
 
     def _program(self) -> Traits:
-        """Chooses the program for all current requests: while any is running, one that is compiled
-        already where possible. Traits that only earlier requests needed are dropped once none is
-        running."""
+        """Chooses the program for all current requests. While any is running, a program that is
+        already compiled is preferred. Traits that only earlier requests needed are dropped once no
+        request is running."""
         needed, present = self._traits(), self.device.traits
         if needed == present or not self.scheduler.is_running:
             return needed
@@ -392,5 +395,5 @@ def _widest(window_size: int | str) -> int:
 
 
 def runs_apart() -> bool:
-    """Returns whether layers run faster unstacked: on a CPU, XLA copies each out of a stack."""
+    """Returns whether layers run faster unstacked: on a CPU, XLA copies each out of the stack."""
     return jax.default_backend() == "cpu"

@@ -24,11 +24,12 @@ class Request:
     """A prompt to decode.
 
     Attributes:
-      number: a unique number that identifies the request.
+      number: a unique number.
       prompt: token ids.
       params: how it is decoded.
       window: W; None lets the engine choose.
-      traced: whether each of its forwards is an event. Every burst is a single forward meanwhile.
+      traced: whether each of its forwards is reported as an event. While such a request is being
+        decoded, every burst is a single forward.
       handle: the caller's handle. Events are delivered to its ``caller``, a
         `wedlm_jax.engine.loop.Caller`; None where `Engine.step` returns them.
     """
@@ -49,10 +50,10 @@ class Admission:
       index: its place in the arrays.
       request: the request.
       text: int32 ``[L]``, the prompt and the tokens committed before preemption.
-      num_cached: tokens of the text whose keys and values are in its pages already; fewer than L.
+      num_cached: tokens of the text whose keys and values are already in its pages; fewer than L.
       resume: what `ForwardRunner.save` returned at preemption; None for a new request, and where
         tokens do not depend on the window.
-      lookup: the most drafts that are copied from its text.
+      lookup: maximum number of drafts copied from its text.
       num_forwards, num_token_instances: the sequence's counts so far.
     """
 
@@ -72,7 +73,7 @@ class Member(Protocol):
     Attributes:
       request: its request.
       index: its place in the arrays when the burst was submitted.
-      is_present: whether it still has this place. It may have finished in the burst before, or may
+      is_present: whether it still has this place. It may have finished in the previous burst, or
         have been aborted or preempted since.
     """
 
@@ -86,12 +87,12 @@ class Member(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Burst:
-    """A number of forwards that the device runs without the host.
+    """A series of forwards that the device runs without the host.
 
     The sequence at an index runs from its admission until it finishes or its index is released.
     A forward writes the keys and values of a span after the n computed tokens, so it needs a
     capacity of n + span; during prefill the pages hold the whole text and a window. A sequence
-    without room waits for the next burst.
+    without enough room waits for the next burst.
 
     Attributes:
       released: indices of sequences to remove before anything else.
@@ -101,12 +102,12 @@ class Burst:
       arrival: int32 ``[R·N]``, the ranks 0 … N − 1 of a replica's sequences by arrival. Prompts are
         computed in this order, so that none starves.
       windows: int32 ``[R·N]``, W of each sequence in this burst.
-      chunk_tokens: the most prompt tokens that a forward of a replica computes in addition to
+      chunk_tokens: maximum prompt tokens that a forward of a replica computes in addition to
         windows; 0 pauses all prompts.
-      max_forwards: the most forwards of each replica, at least 1.
+      max_forwards: maximum forwards of each replica; 0 runs none.
       until_finished: int32 ``[R]``; a replica is done when this many of its sequences have
         finished. Replicas do not communicate during a burst, which ends when all are done.
-      members: the sequences.
+      members: the sequences that it runs.
     """
 
     released: list[int]
@@ -141,12 +142,12 @@ class NewTokens:
 
 @dataclasses.dataclass(frozen=True)
 class WindowForward:
-    """What a forward saw in a sequence's window and what it did there, slot by slot.
+    """What a forward saw and did in a sequence's window, slot by slot.
 
     Attributes:
       start: logical position of slot 0.
       held: the token in each slot that it ran; None for a mask.
-      entropies: entropy in nats of its prediction for each slot and for the one after the last;
+      entropies: entropy, in nats, of its prediction for each slot and for the one after the last;
         None where it predicted nothing.
       drafted: the token with which it filled each mask; None for other slots.
       rejected: slots whose drafts failed verification.
@@ -174,18 +175,18 @@ class Report:
       finished: bool, whether a sequence is done.
       stopped: bool, whether a stop token ended it; otherwise its length did.
       num_forwards: decode forwards.
-      num_token_instances: active window slots, summed over these forwards.
+      num_token_instances: active window slots and backup masks, summed over these forwards.
       tokens: the new tokens of each index; None or empty where nothing was committed.
       errors: by index, the error that ended a sequence.
       traced: by index, the last forward of traced sequences, if it ran their window.
       num_run: forwards of the replica that ran the most. Replicas run at the same time, so this
         many forwards took the time of the burst.
       seconds: how long the burst took, at most.
-      timed: whether `seconds` tells what its forwards took. It does not if the burst had ended
-        before the host looked, or if the state was resized for another program first.
-      sizes: the sizes in which its program runs forwards.
-      by_size: int32 ``[S]``, how often the layers ran at each of the sizes in these forwards.
-      windowless: whether its program has no room for windows although others have.
+      timed: whether `seconds` is exact. It is not if the burst had ended before the host looked, or
+        if the state had to be resized for another program first.
+      sizes: the static sizes at which its program runs forwards.
+      by_size: int32 ``[S]``, how often the layers ran at each of these sizes.
+      windowless: whether its program has no room for windows, though the engine's others have.
     """
 
     num_computed: np.ndarray
@@ -218,7 +219,7 @@ class ForwardRunner(Protocol):
     def save(self, index: int, request: Request) -> Any:
         """Returns the window of a sequence in mode "paper", whose tokens depend on it, for
         `Admission.resume`. During prefill this is the window that the sequence was admitted with,
-        or one that has not opened yet. Called while no burst is in flight."""
+        or one that has not opened yet. Called only while no burst is in flight."""
 
 
 # --- Events ----------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ class TokenDelta(_OfRequest):
       num_output: tokens of the completion so far, these included.
       num_forwards, num_token_instances: the sequence's counts so far.
       forwards_at, instances_at: those counts when each of the tokens was committed.
-      drafts_at: the drafts checked then, encoded as `wedlm_jax.completion.Drafts` reads them.
+      drafts_at: the drafts checked then, encoded for `wedlm_jax.completion.Drafts`.
       num_cached_tokens: tokens of the prompt found in the prefix cache.
     """
 
@@ -265,7 +266,7 @@ class TokenDelta(_OfRequest):
     num_cached_tokens: int = 0
 
     def followed_by(self, later: TokenDelta) -> TokenDelta:
-        """Returns the tokens of this event and of a later one in a single event."""
+        """Returns a single event with the tokens of this event and of a later one."""
         logprobs = self.logprobs
         if logprobs is not None and later.logprobs is not None:
             logprobs = logprobs + later.logprobs
@@ -281,24 +282,24 @@ class TokenDelta(_OfRequest):
 
 @dataclasses.dataclass(frozen=True)
 class Finished(_OfRequest):
-    """A sequence is finished; the last event of its request."""
+    """A request is finished. This is its last event."""
 
     result: Completion
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed(_OfRequest):
-    """A request could not be decoded, or not to its end; its last event."""
+    """A request could not be decoded, or not to its end. This is its last event."""
 
     error: Exception
 
 
 @dataclasses.dataclass(frozen=True)
 class Traced(_OfRequest):
-    """A forward of a traced request that ran its window; the event with its tokens follows.
+    """A forward that ran the window of a traced request. The event with its tokens follows.
 
     Attributes:
-      forward: what it saw and did.
+      forward: what the forward saw and did.
       committed: the tokens that it added to the text.
       num_forwards, num_token_instances: the sequence's counts so far.
     """
@@ -317,7 +318,7 @@ class Counters:
     """Counters of the scheduler, over all replicas.
 
     Attributes:
-      running, waiting: sequences that are running, and that wait.
+      running, waiting: the numbers of running and of waiting sequences.
       pages: all pages that sequences can have.
       pages_free: empty pages.
       pages_cached: pages that hold only prefixes of finished sequences.

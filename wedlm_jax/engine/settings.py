@@ -1,5 +1,5 @@
-"""Plans an engine: checks the user's options, fills in what suits the platform, and works out how
-many pages fit in memory besides the weights and the largest compiled program."""
+"""Plans an engine: checks the user's options, fills in what suits the platform, and computes how
+many pages fit in memory alongside the weights and the largest compiled program."""
 
 from __future__ import annotations
 
@@ -26,36 +26,39 @@ from wedlm_jax.sharding import shards
 
 PAGE_SIZES = {"cpu": 16, "gpu": 32, "tpu": 128}
 CHUNK_TOKENS = {"cpu": 256, "gpu": 512, "tpu": 1024}
-"""The most prompt tokens that a forward computes in addition to the windows, chosen so that they
-hardly slow it down."""
+"""Maximum prompt tokens that a forward computes in addition to windows: so few that they hardly
+slow it down."""
 BALANCED_TOKENS = {"cpu": 32, "gpu": 512, "tpu": 512}
-"""The size in tokens of a forward that takes about twice as long as one of a single token. This is
-about twice the number of tokens that the device computes while it reads the weights."""
+"""The number of tokens at which a forward takes about twice as long as with a single token: about
+twice as many as the device computes while it reads the weights."""
 TOKENS_AT_ONCE = {"cpu": 256, "gpu": 1024, "tpu": 1024}
-"""The most tokens that go through the layers at once. More would not be cheaper per token; larger
+"""Maximum tokens that go through the layers at once. More would not be cheaper per token; larger
 forwards are computed in parts of this size, with little padding."""
 BACKUP_MASKS = {"cpu": 0, "gpu": 8, "tpu": 8}
-"""The default number of backup masks. On an accelerator with few sequences a forward's time goes
-into reading the weights, so that more tokens are nearly free; on a CPU each token costs time."""
+"""The default number of backup masks. With few sequences, an accelerator spends a forward reading
+the weights, so more tokens are nearly free; on a CPU each token costs time."""
 EMITTED = 256
-"""The least room for tokens that a sequence commits before the host fetches them."""
+"""Minimum number of tokens per sequence that a burst has room to commit before the host fetches
+them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerSizes:
-    """The sizes of a device that its scheduler has to know.
+    """The sizes of a device that its scheduler needs to know.
 
     Attributes:
       replicas: R, the size of the mesh's ``data`` axis.
-      sequences_each: N, the most sequences that a replica decodes together.
+      sequences_each: N, the maximum number of sequences that a replica decodes together.
       num_pages: pages of each replica's cache, the trash page included.
       page_size: tokens per page.
-      max_pages: the most pages of one sequence, which are the columns of the page table.
-      chunk_tokens: the most prompt tokens of a replica's forward in addition to windows.
-      max_text: the most tokens of a prompt and its completion together.
-      balanced_tokens: the size of a forward that takes about twice as long as one of one token.
-      longest_burst: the most forwards of a burst while no sequence waits.
-      backup_room: the tokens that the pages of a sequence with a window must hold for backup masks.
+      max_pages: maximum pages of a sequence, which is the number of columns of the page table.
+      chunk_tokens: maximum prompt tokens of a replica's forward, in addition to windows.
+      max_text: maximum tokens of a prompt and its completion together.
+      balanced_tokens: the number of tokens at which a forward takes about twice as long as with
+        one token.
+      longest_burst: maximum forwards of a burst while no sequence waits.
+      backup_room: additional tokens for which a sequence with a window needs room in its pages if
+        it has backup masks.
     """
 
     replicas: int
@@ -76,12 +79,12 @@ class EngineSettings(SchedulerSizes):
 
     Attributes:
       window: W, the widest window of the engine.
-      lookup: the most drafts that are copied from a text; 0 for none.
-      backup: the most backup masks of a sequence; 0 for none.
-      emitted: E, the most tokens that a sequence may commit in a burst.
+      lookup: maximum number of drafts copied from a text; 0 for none.
+      backup: maximum number of backup masks of a sequence; 0 for none.
+      emitted: E, maximum tokens that a sequence may commit in a burst.
       cache_dtype: dtype of keys and values.
-      tokens_at_once: the most tokens that go through the layers at once.
-      coarse_sizes: whether forwards are compiled in a few, widely spaced sizes.
+      tokens_at_once: maximum tokens that go through the layers at once.
+      coarse_sizes: whether forwards are compiled at a few, widely spaced sizes.
       whole_tokens: how many tokens a CPU's matrix product computes together; see `forward_sizes`.
       compiler_lays_out: whether the compiler chooses the memory layouts of the parameters.
       attention: a name in `wedlm_jax.attention.RAGGED_BACKENDS`.
@@ -106,21 +109,22 @@ class EngineSettings(SchedulerSizes):
 
     @property
     def sequences(self) -> int:
-        """The most sequences that decode together, over all replicas."""
+        """Maximum number of sequences that decode together, over all replicas."""
         return self.replicas * self.sequences_each
 
     @property
     def total_tokens(self) -> int:
-        """The most tokens of a forward of one replica."""
+        """Maximum tokens in a forward of one replica."""
         slots = num_slots(self.window, self.lookup) + self.backup
         return self.sequences_each * slots + self.chunk_tokens
 
     def program(self, traits: Traits) -> Program:
-        """Returns what a burst of sequences with these traits is compiled for.
+        """Returns the program for bursts of sequences with these traits.
 
-        A deterministic engine has a single size, which follows from the engine's window and not
-        from the traits, so that a sequence's result is independent of others. A program for all
-        requests has few sizes: it has to compile quickly, and serves until a better one is ready.
+        A deterministic engine runs all forwards at one size, which depends on the engine's window
+        but not on the traits, so that a sequence's result does not depend on other sequences. A
+        program for all kinds of requests has few sizes, since it must compile quickly; it is used
+        until a better-fitting one is ready.
         """
         alike = self.deterministic
         backup = min(self.backup, traits.window) if traits.verified else 0
@@ -157,12 +161,12 @@ def plan_engine(
     weights: int,
     limit: int | None = None,
 ) -> tuple[EngineSettings, MemoryPlan]:
-    """Works out the settings, under the current mesh.
+    """Returns the engine's settings and its memory plan, for the current mesh.
 
     Args:
       model: the model's configuration.
       config: the user's options.
-      window, lookup: the widest window of masks and the most copied drafts.
+      window, lookup: the widest window of masks, and the maximum number of copied drafts.
       known_tokens: the ids that the model's tokenizer knows; None without a tokenizer.
       dtype: dtype of the model's parameters.
       platform: JAX's name of the devices' platform.
@@ -171,12 +175,12 @@ def plan_engine(
       limit: memory of a device in bytes; by default what it reports.
 
     Raises:
-      InputError: an option does not fit; the message names it.
+      InputError: an option does not fit the model or the device; the message names it.
     """
     if window and not model.knows_masks and model.mask_token_id is None:
         raise InputError(
             f"window_size: expected 0, not {config.window_size!r}: this model was not trained on "
-            "masks; drafts are copied from its text"
+            "masks; its drafts are copied from the text"
         )
     attention = check_ragged_backend(
         config.attention, platform, model, int8=config.kv_cache_dtype is not None
@@ -251,16 +255,17 @@ def _checked_length(length: int | None, model: ModelConfig) -> int:
 
 GIB = 2**30
 USABLE = 0.95
-"""Share of an accelerator's memory that is planned for; the rest is lost to fragmentation."""
+"""Share of an accelerator's memory that is planned for; the rest allows for fragmentation."""
 CPU_SHARE = 0.3
-"""Share of a machine's memory that pages may take on a CPU, which other programs use too."""
+"""Share of the machine's memory that pages may take on a CPU, since other programs use it, too."""
 SPARE = 1.5
-"""Pages in proportion to what all sequences need at full length; the rest caches prefixes."""
+"""Number of pages relative to what all sequences need at full length; the surplus caches
+prefixes."""
 CPU_TOKENS = 2048
-"""Tokens for which each sequence has pages on a CPU, if the model's context is longer. Most texts
-are shorter; if they are not, sequences wait for one another."""
+"""Tokens per sequence for which pages are planned on a CPU, if the model's context is longer. Most
+texts are shorter; if they are not, sequences wait for one another."""
 MOST_SPARE = 4
-"""The most pages on an accelerator, in proportion to the number that `SPARE` gives."""
+"""Maximum number of pages on an accelerator, relative to the number that `SPARE` gives."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,8 +325,8 @@ def working_bytes(config: ModelConfig, tokens: int, total: int, dtype: Any) -> i
     logits.
 
     Args:
-      tokens: the most tokens that go through the layers at once.
-      total: the most tokens of a forward.
+      tokens: maximum tokens that go through the layers at once.
+      total: maximum tokens of a forward.
       dtype: dtype of the activations.
     """
     size, hidden = jax.numpy.dtype(dtype).itemsize, config.hidden_size
@@ -344,21 +349,21 @@ def plan_pages(
     num_pages: int | None = None,
     limit: int | None = None,
 ) -> MemoryPlan:
-    """Plans the pages of a replica. On an accelerator they may take all the memory that is left; on
-    a CPU, whose memory other programs use too, only what sequences of `CPU_TOKENS` need, or one of
-    full length.
+    """Plans the pages of a replica. On an accelerator they may take the memory that is left, up to
+    a limit. On a CPU, whose memory other programs use, too, they take only what sequences of
+    `CPU_TOKENS` need, or one sequence of full length.
 
     Args:
-      weights, working: bytes of a device that are already taken.
+      weights, working: bytes already taken on a device.
       pages_per_sequence: pages of the longest sequence.
-      sequences: N, the most sequences that decode together.
+      sequences: N, the maximum number of sequences that decode together.
       dtype: dtype of keys and values.
       platform: JAX's name of the devices' platform.
       num_pages: the number requested; None for as many as fit.
       limit: memory of a device in bytes; by default what it reports.
 
     Raises:
-      InputError: not even one sequence of full length fits; the message has the numbers.
+      InputError: not even one sequence of full length fits; the message gives the numbers.
     """
     each = bytes_per_page(config, page_size, dtype)
     memory = device_memory() if limit is None else limit
@@ -375,8 +380,8 @@ def plan_pages(
     if num_pages < pages_per_sequence + 1:
         needed = (pages_per_sequence + 1) * each
         raise InputError(
-            f"a sequence of {pages_per_sequence * page_size:,} tokens needs pages of "
-            f"{needed / GIB:.2f} GiB on a device, which has {(memory or 0) / GIB:.2f} GiB "
+            f"a sequence of {pages_per_sequence * page_size:,} tokens needs {needed / GIB:.2f} GiB "
+            f"of pages on a device, which has {(memory or 0) / GIB:.2f} GiB in all "
             f"(weights {weights / GIB:.2f}, working memory {working / GIB:.2f}): lower "
             "max_model_len"
         )

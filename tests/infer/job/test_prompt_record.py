@@ -59,7 +59,10 @@ BAD_LINES = [
     ('{"messages": [{"role": 1, "content": ""}]}', "messages[0].role: expected one of system"),
     ('{"prompt": "a", "id": 1.5}', "id: expected a text or an integer, not 1.5"),
     ('{"prompt": "a", "id": 1}', "duplicate id: record 1 has it (one without an id has its num"),
-    ('{"prompt": "a", "window_size": 5}', "window_size: expected 0 to 4, the engine's own, not 5"),
+    (
+        '{"prompt": "a", "window_size": 5}',
+        "window_size: expected 0 to 4, the engine's widest, not 5",
+    ),
     ('{"prompt": "a", "window_size": true}', "window_size: expected an integer, not true"),
     ('{"prompt": "a", "sampling": {"window_size": 2}}', "window_size: expected next to sampling"),
     ('{"prompt": "a", "sampling": 5}', "sampling: expected an object, not 5"),
