@@ -236,6 +236,8 @@ def decoders_at(
       kinds: which of these to return. A model that was not trained on masks has no mode paper.
       others: more options of `infer.generate.load`.
     """
+    from wedlm_jax.checkpoint.open import find_model, open_checkpoint
+
     others |= {"batch_size": batch_size} | ({} if model is None else {"model": model})
 
     def loaded(**more: Any) -> LLM:
@@ -249,17 +251,17 @@ def decoders_at(
     )
     at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
     decoders: list[Decoder] = []
-    masks = True
+    folder = find_model(model)
+    masks = others.get("drafter") is not None or open_checkpoint(folder).config.knows_masks
+    if not masks and "paper" in kinds:
+        kinds = [kind for kind in kinds if kind != "paper"]
+        why = f"{model or folder} was not trained on masks"
+        if not kinds:
+            raise InputError(f"--decoders: mode paper needs masks, but {why}")
+        print(f"{why}: mode paper is left out", file=sys.stderr)
     if "ar" in kinds:
         llm = loaded(window_size=0)
         decoders.append(Decoder("AR", llm, dataclasses.replace(base, mode="ar")))
-        masks = llm.engine.config.knows_masks
-        if not masks and "paper" in kinds:
-            print(
-                f"{llm.name} was not trained on masks: only AR and verified decoding are compared",
-                file=sys.stderr,
-            )
-            kinds = [kind for kind in kinds if kind == "verified"]
     if {"paper", "verified"} & set(kinds):
         llm = loaded(window_size=window_size if masks else None)
     if "paper" in kinds:

@@ -129,6 +129,10 @@ def test_a_model_that_knows_no_masks_has_two_decoders(stock, capsys):
     assert [d.llm.engine.settings.lookup for d in decoders] == [0, MOST_LOOKUP]
     assert not any(d.llm.engine.settings.window for d in decoders)
     assert "not trained on masks" in capsys.readouterr().err
+    [alone] = decoders_at(str(stock), [0.4], kinds=["verified"])
+    assert (alone.name, alone.llm.engine.settings.window) == ("verified", 0)
+    with pytest.raises(InputError, match=r"^--decoders: mode paper needs masks, but .*qwen3 was"):
+        decoders_at(str(stock), [0.4], kinds=["paper"])
 
 
 BAD_OPTIONS = {
