@@ -250,7 +250,7 @@ def test_a_run_that_was_killed_goes_on_without_the_checkpoint_it_began_with(
     shutil.rmtree(start)
     for change, sentence in (
         ({"alpha": 16.0}, "began with adapters of rank 4, alpha 8 .* has adapters of rank 4, alph"),
-        ({"targets": ["q_proj"]}, "the recipe has adapters of rank 4, alpha 8 beside q_proj; give"),
+        ({"targets": ["q_proj"]}, "the recipe has adapters of rank 4, alpha 8 on q_proj; use"),
         ({"rank": 0}, "the recipe has no adapters; use another output than"),
     ):
         other = dataclasses.replace(config.lora, **change)
