@@ -468,7 +468,8 @@ def check(given: Mapping[str, Any]) -> None:
     """Refuses options that contradict one another before anything is loaded."""
     tasks = "tasks" in given
     if others := (QUESTION_OPTIONS if tasks else TASK_OPTIONS).keys() & given.keys():
-        raise InputError(f"{flag(min(others))} goes {'without' if tasks else 'with'} --tasks")
+        how = "cannot be combined with" if tasks else "goes with"
+        raise InputError(f"{flag(min(others))} {how} --tasks")
     for name in ("samples", "passes", "limit", "max_tokens"):
         if given.get(name, 1) < 1:
             raise InputError(f"{flag(name)}: expected at least 1, not {given[name]}")

@@ -278,6 +278,8 @@ def _check_combination(options: dict[str, Any]) -> None:
         )
     if "trace" in options and "prompt" not in options:
         raise InputError("--trace goes with --prompt")
+    if "prompt" in options and options["prompt_token_ids"]:
+        raise InputError("--prompt-token-ids goes with --input")
     if "prompt" in options and options["warmup"]:
         raise InputError("--warmup goes with --input; a --prompt is decoded at once")
     if "ray_actors" in options and "ray" not in options:

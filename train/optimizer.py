@@ -29,7 +29,7 @@ def schedule_of(config: TrainConfig) -> optax.Schedule:
     o, steps = config.optimizer, config.steps
     if not 0 <= o.warmup_steps < steps:
         raise InputError(
-            f"optimizer.warmup_steps must be 0 to {steps - 1}, below steps, not {o.warmup_steps}"
+            f"optimizer.warmup_steps: expected fewer than steps ({steps}), not {o.warmup_steps}"
         )
     if o.schedule == "cosine":
         whole = optax.warmup_cosine_decay_schedule(

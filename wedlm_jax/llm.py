@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.checkpoint.adapters import read_adapter_config, with_drafter
+from wedlm_jax.checkpoint.adapters import check_drafter, with_drafter
 from wedlm_jax.checkpoint.hf import read_generation_config
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.open import find_model, open_checkpoint, tokenizer_folder
@@ -31,6 +31,7 @@ from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.host.compiled_cache import ProgramStore, program_folder
 from wedlm_jax.host.notices import notice
 from wedlm_jax.host.progress import BusyNotice, Progress, saying, so_far
+from wedlm_jax.host.storage import as_path
 from wedlm_jax.messages import template_variables
 from wedlm_jax.model.quantization import check_quantization
 from wedlm_jax.params import MOST_LOGPROBS, OPTIONS, SamplingParams
@@ -108,7 +109,7 @@ class LLM:
         check_quantization(config.quantization)
         self.folder = find_model(model)
         if config.drafter is not None:
-            read_adapter_config(Path(config.drafter), drafter=True)  # before anything is loaded
+            check_drafter(as_path(config.drafter))  # before anything is loaded
         self.name = str(self.folder if model is None else model).rstrip("/")
         text_folder = tokenizer_folder(self.folder)
         self.generation_config = read_generation_config(text_folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Collection, Mapping
 from types import UnionType
 from typing import Any, NoReturn, get_args, get_type_hints
@@ -71,9 +72,10 @@ class Option:
     def _check_number(self, name: str, value: Any, low: float) -> None:
         kinds = (int,) if self.integer else (int, float)
         number = isinstance(value, kinds) and not isinstance(value, bool)
-        excluded = (low if self.above else None, self.high if self.below else None, UNBOUNDED)
-        if not number or not low <= value <= self.high or value in excluded:
-            what = "an integer" if self.integer else "a number"
+        excluded = low if self.above else None, self.high if self.below else None
+        infinite = number and not math.isfinite(value)
+        if not number or infinite or not low <= value <= self.high or value in excluded:
+            what = "an integer" if self.integer else "a finite number" if infinite else "a number"
             also = "".join(f" or {text!r}" for text in self.also)
             raise InputError(f"{name}: expected {what} {self.bounds}{also}, not {value!r}")
 

@@ -146,7 +146,7 @@ BAD_OPTIONS = {
     "--max-tokens 0": "--max-tokens",
     "--limit 3": "--limit goes with --tasks",
     "--run-code": "--run-code goes with --tasks",
-    "--tasks x --questions q.jsonl": "--questions goes without --tasks",
+    "--tasks x --questions q.jsonl": "--questions cannot be combined with --tasks",
     "--tasks x --limit 0": "--limit: expected at least 1",
 }
 

@@ -184,7 +184,7 @@ def _not_json(drafter, stock, folder):
         (_config(target_modules=["lm_head"]), "not a drafter's configuration: rank 4, targets"),
         (_config(wedlm=None), "these adapters act on rows of text"),
         (_truncated, "truncated or not a safetensors file"),
-        (_nothing, r"not a drafter, which would have adapter_config\.json"),
+        (_nothing, r"no adapter_config\.json here, so this is not"),
         (_not_json, "not valid JSON"),
     ],
 )

@@ -13,7 +13,7 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import LAUNCHERS
 
 REFUSED = r"""
-optimizer.warmup_steps=4 | warmup_steps must be 0 to 3, .*not 4
+optimizer.warmup_steps=4 | warmup_steps: expected fewer than steps .4., not 4
 optimizer.schedule=wsd; optimizer.decay_steps=4 | decay_steps must be at most 3.* not 4
 +model.architecture.head_dim=7 | head_dim must be even
 model.architecture={} | model\.init_from: expected the folder of the

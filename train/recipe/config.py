@@ -470,7 +470,7 @@ def _check(config: TrainConfig, given_in: Callable[..., str]) -> None:
         ),
         (
             sources and section.every and section.source is None,
-            ("evaluation.source", "evaluation.every", "data.sources"),
+            ("evaluation.source", "evaluation.every"),
             "evaluation.source must name a folder of held-out rows; evaluation.every=0 trains "
             "without evaluating",
         ),

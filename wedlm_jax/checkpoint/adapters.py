@@ -116,7 +116,7 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
     """
     path = folder / ADAPTER_CONFIG
     if (content := read_object(path)) is None:
-        absent = f"{folder}: not a drafter, which would have {ADAPTER_CONFIG}"
+        absent = f"{folder}: no {ADAPTER_CONFIG} here, so this is not the folder of a drafter"
         raise InputError(absent if drafter else f"{path}: no such file")
     settings = content.get("wedlm")
     if drafter != (isinstance(settings, dict) and settings.get("rows") == "masked"):
@@ -253,6 +253,12 @@ def save_drafter(
                 },
             }
             write_object(new_folder / ADAPTER_CONFIG, content)
+
+
+def check_drafter(folder: Path) -> None:
+    """Refuses, with an `InputError`, a folder without a whole drafter; no weights are read."""
+    read_adapter_config(folder, drafter=True)
+    SafetensorsFile(folder / ADAPTER_WEIGHTS)
 
 
 def with_drafter(
