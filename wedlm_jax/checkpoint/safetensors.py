@@ -132,7 +132,7 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         if not path.exists():
-            raise InputError(f"{path}: missing, although other files of its folder need it")
+            raise InputError(f"{path}: no such file, although other files of its folder need it")
         try:
             self._bytes = ByteRanges(path)
             self._data, header = _sound_header(path, self._bytes)
