@@ -1,5 +1,5 @@
-"""Measures a forward, in milliseconds, against its linear layers and head alone for the same number
-of real tokens, and what a prompt costs in addition to its forwards."""
+"""Compares the time of a forward with that of its linear layers and head alone, for the same number
+of tokens; and measures what a prompt adds to its forwards. Times are in milliseconds."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Heard:
 
 
 async def ask_all(port: int, asks: Sequence[Ask], clients: int) -> tuple[list[Heard], float]:
-    """Makes all calls, ``clients`` at a time; returns what was received, and the seconds taken."""
+    """Sends all requests, ``clients`` at a time; returns the answers and the seconds they took."""
     heard = [Heard() for _ in asks]
     todo = iter(range(len(asks)))
     started = time.perf_counter()

@@ -89,7 +89,7 @@ def add_numbers(
 def add_decoding(
     parser: argparse.ArgumentParser, *, batch_size: Sequence[int], mode: Sequence[str]
 ) -> None:
-    """Adds the options of decoding: checkpoint, questions, numbers of sequences, windows, modes."""
+    """Adds options for the checkpoint, questions, batch sizes, windows and modes."""
     add_subject_options(parser)
     for name, default in (("batch_size", batch_size), ("window_size", [0, 16]), ("mode", mode)):
         meaning, settings = OPTIONS[name]

@@ -1,5 +1,5 @@
-"""Compiles recipes for TPU pods: the compiler's peak of memory, and the shortest time that a step
-can take. The tables of docs/compile-report.md come from this."""
+"""Compiles recipes for TPU pods, and reports the compiler's peak memory and a lower bound on the
+time of a step. The tables of docs/compile-report.md come from this."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ LONGEST_PROMPT, LONGEST_ANSWER = 400, 160
 """Tokens. Lengths are drawn log-uniformly."""
 FIRST, BETWEEN = "to the first token", "between tokens"
 QUANTILES = {"ms": 0.5, "95 %": 0.95}
-"""Quantiles of the times, in milliseconds, by the end of a column heading."""
+"""The quantile of the times that each column shows, by the suffix of its heading."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -199,8 +199,8 @@ def steps_of(
     *,
     unroll: int,
 ) -> dict[str, Step]:
-    """Returns a step for each form of the rows with each backend here, and for the first form (all
-    blocks) with each rival."""
+    """Returns the steps to time: ours for each form of the rows and each backend; and each rival's
+    for the first form, which keeps all blocks."""
     steps: dict[str, Step] = {
         f"{form}, {backend}": JaxStep(model, rows, LossConfig(attention=backend, unroll=unroll))
         for backend in backends

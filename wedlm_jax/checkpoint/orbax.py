@@ -206,8 +206,8 @@ def quiet() -> Iterator[None]:
             try:
                 yield
             except Exception:
-                # The late reports of any error arrive within this time, while they are still
-                # ignored.
+                # Whatever the error, orbax's threads report it again within this time, and these
+                # reports must still be ignored. The error itself is raised.
                 time.sleep(LATE_REPORTS_S)
                 raise
     finally:
