@@ -71,7 +71,10 @@ BAD_LINES = [
         '{"prompt": "a", "sampling": {"top_p": 1.5}}',
         "sampling.top_p: expected a number above 0, up",
     ),
-    ('{"prompt": "a", "sampling": {"temperature": 1e999}}', "sampling.temperature: expected a num"),
+    (
+        '{"prompt": "a", "sampling": {"temperature": 1e999}}',
+        "sampling.temperature: expected a finite num",
+    ),
     (
         '{"prompt": "a", "sampling": {"stop": 5}}',
         "sampling.stop: expected non-empty strings, not 5",
