@@ -63,7 +63,8 @@ def main(arguments: list[str]) -> int:
         type=int,
         default=40,
         metavar="N",
-        help="number of questions of each kind to measure at the end [40]",
+        help="number of questions of each kind to measure at the end [40], at least "
+        f"{PROMPTS_A_REGIME}",
     )
     parser.add_argument(
         "--record",

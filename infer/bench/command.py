@@ -88,8 +88,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"nargs": "+", "choices": ("paper", "verified")},
     ),
     "draft": (
-        "draft sources to compare with AR, one or more; default of identity: masks, or lookup and "
-        "auto for a model that was not trained on masks",
+        "where drafts come from, one or more; each is compared with AR (in identity, by default, "
+        "masks; for a model that was not trained on masks, lookup and auto)",
         {"nargs": "+", "choices": ("masks", "lookup", "both", "auto")},
     ),
     "rival": (
@@ -98,8 +98,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"choices": RIVALS},
     ),
     "prompts": (
-        "number of prompts: per regime in windows and drafts [2 per sequence, at least 24], in "
-        "total in identity [all]",
+        "number of prompts: in windows and drafts for each regime [2 per sequence, at least 24], "
+        "in identity in total [all]",
         _COUNT,
     ),
     "temperature": ("0 is greedy", {"type": _temperature, "metavar": "X"}),

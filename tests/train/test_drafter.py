@@ -182,7 +182,7 @@ def _not_json(drafter, stock, folder):
         (_config(r=2), r"has shape \[4, 24\], expected \[2, 24\]"),
         (_config(target_modules=["q_proj"]), "is not part of a drafter"),
         (_config(target_modules=["lm_head"]), "not a drafter's configuration: rank 4, targets"),
-        (_config(wedlm=None), "these adapters act on rows of text"),
+        (_config(wedlm=None), "adapters of an ordinary finetune, not a drafter"),
         (_truncated, "truncated or not a safetensors file"),
         (_nothing, r"no adapter_config\.json here, so this is not"),
         (_not_json, "not valid JSON"),

@@ -229,8 +229,8 @@ def _blocks(made: Manifest) -> str | None:
     if most is None or total is None or most == count:
         return None
     return (
-        f"at most {most} of a row's {count} blocks have tokens to train on, on average "
-        f"{total / made.rows:.1f}; training computes {most} per row twice"
+        f"at most {most} of a row's {count} blocks have tokens to train on "
+        f"({total / made.rows:.1f} on average), so training computes {most} blocks per row twice"
     )
 
 

@@ -380,6 +380,10 @@ def _told_as(given: str | Callable[[str], str]) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise InputError(f"{origin}: no such configuration file") from None
+    except IsADirectoryError:
+        raise InputError(f"{origin}: is a folder; expected a recipe, a YAML file") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{origin}: is not a text file") from None
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise InputError(f"{origin}: {_unknown_key(str(error.full_key))}") from None
     except InputError:

@@ -121,8 +121,8 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
     settings = content.get("wedlm")
     if drafter != (isinstance(settings, dict) and settings.get("rows") == "masked"):
         raise InputError(
-            f"{folder}: these adapters act on rows of text, so pass them as the model; those of a "
-            "drafter, from `wedlm train` with objective drafter, act on masks only"
+            f"{folder}: adapters of an ordinary finetune, not a drafter: pass this folder as the "
+            "model (`wedlm train` with objective=drafter trains a drafter)"
             if drafter
             else f"{folder}: a drafter, not a model; pass its model, and this folder as the drafter"
         )

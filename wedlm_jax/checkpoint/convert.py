@@ -175,7 +175,7 @@ def convert(
     if found == RUN and (written := _write_drafter(source, destination, dtype, given)):
         return written
     np_dtype = numpy_dtype(dtype)
-    bar = ProgressBar("tensors", title="converting", every=None)  # in a terminal only
+    bar = ProgressBar("tensors", title="converting")
     try:
         with replacing(destination) as new_folder, bar:
             opened = open_checkpoint(source, config_from)

@@ -107,6 +107,19 @@ class CostTable:
         mean: Floats = self.seconds(np.maximum(each, 1)).sum(axis=0) / 3
         return mean
 
+    def doubt(self, tokens: float, without: float, *, windowless: bool) -> float:
+        """Returns the standard deviation of the logarithm of a ratio: the seconds of a forward with
+        windows over those of one without.
+
+        Args:
+          tokens: token count of the forward with windows.
+          without: token count of the other, in the program that ``windowless`` names.
+        """
+        a, b = self.sizes.searchsorted(np.minimum([tokens, without], self.sizes[-1]))
+        b += len(self.sizes) * windowless
+        errors = self._errors
+        return float(np.sqrt(max(errors[a, a] + errors[b, b] - 2 * errors[a, b], 0.0)))
+
     def of_sizes(self, sizes: Sequence[int], *, windowless: bool = False) -> Floats:
         """Returns the seconds of a forward at each of these sizes, which may differ from the
         table's."""

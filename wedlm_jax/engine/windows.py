@@ -103,6 +103,10 @@ class WindowChoice:
 
 GAIN = 1.03
 """The speed-up that windows must promise to be used, since the promise is uncertain."""
+DOUBTS = 0.75
+"""With many sequences they must promise it even if a forward costs this many standard deviations
+more than expected, since few bursts are left in which to notice a mistake. With one, they need
+not: the next bursts tell."""
 TRIAL = (1, 8)
 """The forwards of the two bursts that try what seems slower: windows, or none. The first switches
 programs, which takes longer than a forward of a small model, so its time says nothing. A longer
@@ -335,7 +339,9 @@ class AutoWindows(WindowChoice):
         if any(one.evidence.kind.forwards < ENOUGH for one in free):
             best, self.most_forwards = trial, TRIAL[-1]
         else:
-            pays = bool(rates[best] > GAIN * rates[0])
+            doubt = costs.doubt(tokens[best], tokens[0], windowless=not any(fixed))
+            needed = GAIN * math.exp(DOUBTS * (1 - n**-0.5) * doubt)
+            pays = bool(rates[best] > needed * rates[0])
             best, other = (best, 0) if pays else (0, trial)
             took = (sum(TRIAL) * seconds[other] + TRIAL_OVERHEADS * costs.overhead) / costs.level
             due = took * min(GROWTH ** self._looks[pays], 1 / SHARES[pays])

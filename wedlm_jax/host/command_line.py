@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 
 from wedlm_jax.errors import FAULT, PIPE_CLOSED, exit_status, nearest
 
+NUMBERS = {int: "a whole number", float: "a number"}
+"""What an option of a Python type expects, in words."""
+
 
 def run_command(name: str, main: Callable[[], int | None]) -> int:
     """Runs a command; returns its exit status, one of `wedlm_jax.errors.EXIT_STATUS`.
@@ -37,8 +40,8 @@ def run_command(name: str, main: Callable[[], int | None]) -> int:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Parses like argparse, but takes no abbreviations, keeps the lines of help texts, and suggests
-    the nearest known option or choice for an unknown one."""
+    """Parses like argparse, but takes no abbreviations, keeps the lines of help texts, and refuses
+    with one sentence, which suggests the nearest option or choice for an unknown one."""
 
     def __init__(self, **options: Any):
         super().__init__(
@@ -46,13 +49,21 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Ends the command with its usage and one sentence, and with status 2."""
+        """Ends the command with one sentence and where to read more, and with status 2."""
         words = message.partition("unrecognized arguments: ")[2].split()
         options = [word.partition("=")[0] for word in words if word.startswith("--")]
         known = self._option_string_actions
         near = [name for one in options if (name := nearest(one, known)) is not None]
         hint = f"; did you mean {' and '.join(near)}?" if near else ""
-        super().error(message + hint)
+        self.exit(2, f"{self.prog}: {message}{hint}\n`{self.prog} --help` lists the options\n")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except argparse.ArgumentError as error:
+            if action.type in NUMBERS:  # argparse says "invalid float value"
+                error.message = f"expected {NUMBERS[action.type]}, not {arg_string!r}"
+            raise
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

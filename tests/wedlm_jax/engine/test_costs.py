@@ -156,3 +156,17 @@ def test_a_file_that_is_not_whole_is_written_anew(tmp_path, text):
     assert json.loads(path.read_text())["table"]["sizes"] == [1]
     nowhere = kept_table(path, {}, lambda: CostTable(SIZES, SECONDS))
     assert nowhere.sizes.tolist() == list(SIZES), "no folder: kept nowhere"
+
+
+def test_a_ratio_is_less_doubtful_after_bursts_of_both_programs():
+    costs = CostTable([1, 16, 256], [1e-3, 2e-3, 9e-3])
+    assert costs.doubt(16, 16, windowless=False) == 0
+    before = costs.doubt(200, 16, windowless=True)
+    for _ in range(20):  # one program alone cannot tell a ratio from the machine's load
+        costs.learn([256], np.array([8]), 0.08)
+    alone = costs.doubt(200, 16, windowless=True)
+    for _ in range(20):
+        costs.learn([256], np.array([8]), 0.08)
+        costs.learn([16], np.array([8]), 0.02, windowless=True)
+    assert costs.doubt(200, 16, windowless=True) < 0.5 * alone <= 0.5 * before
+    assert costs.doubt(10_000, 16, windowless=True) == costs.doubt(256, 16, windowless=True)

@@ -205,13 +205,31 @@ def test_what_never_runs_is_looked_at_again():
             pass
 
     def last_widths(kind):
-        costs = kind(sorted(CPU_COSTS), [CPU_COSTS[s] / 1000 for s in sorted(CPU_COSTS)], 2.0)
+        costs = kind(sorted(CPU_COSTS), [CPU_COSTS[s] / 1000 for s in sorted(CPU_COSTS)], 3.0)
         simulation = Simulation(AutoWindows(16, 8, costs), CPU_COSTS, 8, windowless=WINDOWLESS)
         simulation.decode(scripts((REASONING,), 500, 0))
         return [w for chosen in simulation.chosen[-50:] for w in chosen]
 
     assert np.mean(last_widths(Unteachable)) > 4, "they seem to pay"
     assert np.mean(last_widths(CostTable)) < 1
+
+
+def test_doubtful_costs_do_not_slow_many_sequences_down():
+    """Prose after easier texts, in a few long bursts: too few to correct the costs of windows."""
+    works = [(LOW_ENTROPY, 256), (REASONING, 256), (PROSE, 60)]
+
+    def last_speed(windows, seed, other):
+        simulation = Simulation(windows, CPU_COSTS, 128, windowless=0.7, noise=other)
+        for i, (text, count) in enumerate(works):
+            speed = simulation.decode(scripts((text,), count, 1000 * seed + i))
+        return speed
+
+    ratios = [
+        last_speed(AutoWindows(16, 128, table("cpu", 0.3, seed)), seed, noise(seed))
+        / last_speed(WindowChoice(0), seed, quiet)
+        for seed in range(30)
+    ]
+    assert np.mean(ratios) > 0.965, ratios
 
 
 def test_another_text_gets_other_windows():

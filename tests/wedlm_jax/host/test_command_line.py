@@ -31,7 +31,7 @@ from wedlm_jax.host.command_line import CommandParser, run_command
         (["--mode", "papr"], "; did you mean 'paper'?\n"),
         (["--zzz"], "unrecognized arguments: --zzz\n"),
         (["prompt"], "unrecognized arguments: prompt\n"),
-        (["--temperature", "hot"], "argument --temperature: invalid float value: 'hot'\n"),
+        (["--temperature", "hot"], "argument --temperature: expected a number, not 'hot'\n"),
     ],
 )
 def test_a_refusal_names_the_nearest_options(given, message, capsys):
@@ -44,7 +44,8 @@ def test_a_refusal_names_the_nearest_options(given, message, capsys):
     assert end.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith("usage: wedlm generate ")
+    assert err.startswith("wedlm generate: ")
+    assert err.endswith("\n`wedlm generate --help` lists the options\n")
     assert message in err
 
 
