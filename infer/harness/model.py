@@ -241,7 +241,13 @@ class HarnessModel(TemplateLM):
         prepared = self._prepared(requests)
         texts = [""] * len(requests)
         compiled, started = self.llm.engine.compile_seconds, time.perf_counter()
+
+        def seconds() -> float:
+            """Returns the seconds of decoding so far, without compiling."""
+            return time.perf_counter() - started - (self.llm.engine.compile_seconds - compiled)
+
         with ProgressBar("answers", total=len(requests)) as bar:
+            answered = 0
             for done in self.llm.run(prepared):
                 for i, completion in done:
                     texts[i] = completion.text or ""
@@ -249,9 +255,10 @@ class HarnessModel(TemplateLM):
                     self._totals["tokens"] += len(completion.token_ids)
                     self._totals["forwards"] += completion.num_forwards
                     self._totals["instances"] += completion.num_token_instances
-                    bar.advance()
-        compiling = self.llm.engine.compile_seconds - compiled
-        self._seconds += time.perf_counter() - started - compiling
+                answered += len(done)
+                left = seconds() * (len(requests) / answered - 1) if answered else None
+                bar.update(answered, seconds_left=left)
+        self._seconds += seconds()
         return texts
 
     def _prepared(self, requests: Iterable[Instance]) -> list[Prepared]:
