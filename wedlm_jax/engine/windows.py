@@ -103,10 +103,10 @@ class WindowChoice:
 
 GAIN = 1.03
 """The speed-up that windows must promise to be used, since the promise is uncertain."""
-DOUBTS = 0.75
-"""With many sequences they must promise it even if a forward costs this many standard deviations
-more than expected, since few bursts are left in which to notice a mistake. With one, they need
-not: the next bursts tell."""
+DOUBTS, MANY = 0.7, 64
+"""With MANY sequences windows must promise it even if a forward costs DOUBTS standard deviations
+more than expected, since few bursts are left in which to notice a mistake. With fewer sequences, a
+smaller part of that: the next bursts tell."""
 TRIAL = (1, 8)
 """The forwards of the two bursts that try what seems slower: windows, or none. The first switches
 programs, which takes longer than a forward of a small model, so its time says nothing. A longer
@@ -340,7 +340,7 @@ class AutoWindows(WindowChoice):
             best, self.most_forwards = trial, TRIAL[-1]
         else:
             doubt = costs.doubt(tokens[best], tokens[0], windowless=not any(fixed))
-            needed = GAIN * math.exp(DOUBTS * (1 - n**-0.5) * doubt)
+            needed = GAIN * math.exp(DOUBTS * min(n / MANY, 1.0) * doubt)
             pays = bool(rates[best] > needed * rates[0])
             best, other = (best, 0) if pays else (0, trial)
             took = (sum(TRIAL) * seconds[other] + TRIAL_OVERHEADS * costs.overhead) / costs.level
