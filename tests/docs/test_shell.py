@@ -17,7 +17,20 @@ from wedlm_jax.__main__ import SUBCOMMANDS
 from wedlm_jax.errors import InputError
 
 OTHERS = (
-    *("bash", "cat", "cd", "curl", "diff", "docker", "done", "echo", "for", "gcloud", "git"),
+    *(
+        "bash",
+        "cat",
+        "cd",
+        "curl",
+        "diff",
+        "docker",
+        "done",
+        "echo",
+        "for",
+        "gcloud",
+        "git",
+        "grep",
+    ),
     *("head", "hf", "kill", "kubectl", "lm_eval", "mkdir", "sbatch", "sh", "source", "srun"),
     *("tail", "uv", "wait", "wc", "zcat"),
 )
@@ -107,7 +120,13 @@ def test_commands_are_taken(block):
 
 
 @pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.name)
-def test_yaml_is_a_recipe_or_a_manifest(block, tmp_path):
+def test_yaml_is_a_recipe_a_manifest_or_a_task(block, tmp_path):
+    if block.text.startswith("task: "):
+        harness = pytest.importorskip("lm_eval.tasks")
+        (tmp_path / "task.yaml").write_text(block.text, encoding="utf-8")
+        tasks = harness.TaskManager(include_path=str(tmp_path), include_defaults=False)
+        assert tasks.all_tasks == [yaml.safe_load(block.text)["task"]]
+        return
     if "apiVersion" not in block.text:
         (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
         load_config(tmp_path / "recipe.yaml", ["data.tokenizer=DIR"])
