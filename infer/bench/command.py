@@ -157,7 +157,8 @@ def _parser() -> CommandParser:
         help="measure nothing: compile for TPUs that are not here, such as v5e:2x4, and predict "
         "how many tokens per forward windows must commit to pay off there (needs libtpu; takes "
         "minutes); works with "
-        f"--model, --drafter, --batch-size [{_shown(PREDICTED['batch_size'])}], --window-size "
+        f"--model, --drafter, --backup-masks [0], --batch-size "
+        f"[{_shown(PREDICTED['batch_size'])}], --window-size "
         f"[{_shown(PREDICTED['window_size'])}] and --output only",
     )
     add_subject_options(parser)
@@ -232,7 +233,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _predict(options: Mapping[str, Any]) -> int:
-    taken = {"predict", "model", "drafter", "output", *PREDICTED}
+    taken = {"predict", "model", "drafter", "backup_masks", "output", *PREDICTED}
     if wrong := sorted(options.keys() - taken):
         raise InputError(f"{flag(wrong[0])} does not go with --predict, which measures nothing")
 
