@@ -359,7 +359,7 @@ def _read(origin: str, action: argparse.Action, value: Any) -> Any:
     return reader.parse_args(["--", *map(str, values)]).value
 
 
-class _Reader(argparse.ArgumentParser):
+class _Reader(CommandParser):
     """Parses one value; its errors name the value's origin."""
 
     def __init__(self, origin: str):
