@@ -32,7 +32,7 @@ OTHERS = 4
 OTHERS_TOKENS = 32
 """Tokens of their prompts."""
 QUIET_FORWARDS = 64
-"""Forwards per burst while these sequences decode without the long prompt."""
+"""Forwards per burst before the long prompt arrives."""
 
 
 def main(arguments: Sequence[str]) -> int:

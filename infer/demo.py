@@ -35,7 +35,7 @@ PICTURE_WIDTH = 100
 
 MASK = "░"
 TAIL = 40
-"""Maximum characters of committed text in a plain line, so that it stays one line."""
+"""Characters of committed text, the last ones, that a plain line shows to stay one line."""
 
 FILLED_STYLE = "#101010 on #8fbf6f"
 MASK_STYLE = "bright_black"
@@ -271,7 +271,7 @@ def styled(codec: TextCodec, committed: Sequence[int], window: Sequence[int | No
 
 
 def plain(codec: TextCodec, committed: Sequence[int], window: Sequence[int | None]) -> str:
-    """Returns the same as one line without colours: the end of the committed text, then the window,
+    """Returns a forward as one line of plain text: the end of the committed text, then the window,
     with filled slots in brackets and masks as underscores."""
     slots = ("_" if token is None else f"[{_visible(codec, token).strip(' ')}]" for token in window)
     text = _one_line(codec.complete_text(list(committed)))

@@ -336,7 +336,7 @@ SamplingParams.__signature__ = inspect.Signature(_FIELDS)  # type: ignore[attr-d
 
 
 OPTIONS: Mapping[str, Option] = options_of(SamplingParams)
-"""The description of every field, in order."""
+"""The `Option` of every field, in the order of the fields."""
 
 
 def sample_seed(seed: int, sample: int) -> int:

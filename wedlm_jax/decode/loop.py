@@ -224,7 +224,7 @@ def advance(
 def with_copies(
     state: DecodeState, decision: Decision, options: Options, allowance: Allowance, program: Program
 ) -> DecodeState:
-    """Adds drafts copied from the text to windows in which no mask drafted.
+    """Copies drafts from the text into windows for which no mask made any.
 
     Args:
       state: the state after the forward.

@@ -194,4 +194,4 @@ class EngineConfig:
 
 
 ENGINE_OPTIONS: Mapping[str, Option] = options_of(EngineConfig)
-"""The descriptions of all fields, in order."""
+"""The `Option` of every field, in the order of the fields."""

@@ -108,12 +108,13 @@ class CostTable:
         return mean
 
     def doubt(self, tokens: float, without: float, *, windowless: bool) -> float:
-        """Returns the standard deviation of the logarithm of a ratio: the seconds of a forward with
-        windows over those of one without.
+        """Returns how uncertain the relative cost of windows is: the standard deviation of log(a/b)
+        if a forward with windows takes a seconds and one without takes b.
 
         Args:
           tokens: token count of the forward with windows.
-          without: token count of the other, in the program that ``windowless`` names.
+          without: token count of the forward without.
+          windowless: whether the latter runs in the program without windows.
         """
         a, b = self.sizes.searchsorted(np.minimum([tokens, without], self.sizes[-1]))
         b += len(self.sizes) * windowless

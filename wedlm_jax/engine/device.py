@@ -118,7 +118,7 @@ class Device:
         self._windows = np.full(settings.sequences, -1, np.int32)
         self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
         self._failed: list[int] = []
-        """Indices of sequences still in the state although the last report has their errors."""
+        """Indices of sequences that failed in the last report; the next burst frees their state."""
         self._num_submitted = self._num_collected = 0
         self._ended, self._observed = 0.0, True
         """The latest time at which the last collected burst can have ended; whether it is exact."""
