@@ -70,6 +70,7 @@ def run_burst(
     options: Options,
     allowance: Allowance,
     changed: Array,
+    hidden: Array | None = None,
 ) -> tuple[DecodeState, Pages, BurstCounters, LastForward | None]:
     """Runs forwards until the allowance is used up.
 
@@ -78,28 +79,29 @@ def run_burst(
 
     Args:
       changed: bool ``[N]``, whether each sequence's window has changed since the last burst.
+      hidden: the final hidden states from `run_layers_ahead`, given the same arguments; the burst
+        then consists of the rest of that one forward. By default forwards run whole.
 
     Returns:
       state, pages, counters, and the last forward if the program has the trait "traced".
     """
-    emitted = dataclasses.replace(state.emitted, count=jnp.zeros_like(state.emitted.count))
-    state = with_windows(dataclasses.replace(state, emitted=emitted), options, changed)
-    page_size = pages.shape[1]
-    begun = state.running.sum()
+    state = begin(state, options, changed)
+    page_size, begun = pages.shape[1], state.running.sum()
+    layers_are_due = hidden is None
+    most = allowance.max_forwards if layers_are_due else jnp.minimum(allowance.max_forwards, 1)
 
     def more(carry: Carry) -> Array:
         state, counters = carry[0], carry[4]
-        ready = ~state.running | has_room(state, allowance, page_size)
-        fits = state.emitted.count + state.tokens.shape[1] < state.emitted.tokens.shape[1]
-        fits |= ~state.running
         finished = begun - state.running.sum()
-        due = (counters.forwards < allowance.max_forwards) & state.running.any()
-        return due & (finished < allowance.until_finished[0]) & (ready & fits).all()
+        due = counters.forwards < most
+        due &= finished < allowance.until_finished[0]
+        return due & may_run(state, allowance, page_size)
 
     def body(carry: Carry) -> Carry:
         state, pages, hidden, use, counters, last = carry
         plan = plan_spans(state, allowance, program.sizes, page_size)
-        hidden, pages = run_layers(model, state, pages, hidden, plan, allowance, program)
+        if layers_are_due:
+            hidden, pages = run_layers(model, state, pages, hidden, plan, allowance, program)
         state = _count_forward(state, plan)
         predictions = predict(model, state, hidden, plan, options, use, program)
         decision = decide(state, predictions, plan, options, program)
@@ -115,11 +117,57 @@ def run_burst(
     use = token_use(state, options, model.config.vocab_size)
     none = jnp.int32(0)
     start = BurstCounters(none, none, jnp.zeros(len(program.sizes.tokens), jnp.int32))
-    hidden = no_hidden_states(model, program)
+    hidden = no_hidden_states(model, program) if hidden is None else hidden
     last = _nothing_recorded(state) if program.traits.traced else None
     carry = state, pages, hidden, use, start, last
     state, pages, _, _, counters, last = jax.lax.while_loop(more, body, carry)
     return state, pages, counters, last
+
+
+def run_layers_ahead(
+    model: Transformer,
+    program: Program,
+    state: DecodeState,
+    pages: Pages,
+    options: Options,
+    allowance: Allowance,
+    changed: Array,
+) -> tuple[Array, Pages]:
+    """Runs the layers of the next forward, which do not depend on the tokens that grammars allow:
+    the host computes these at the same time. `run_burst` does the rest of the forward.
+
+    Returns:
+      the final hidden states ``[T, D]``, and the pages.
+    """
+    state, page_size = begin(state, options, changed), pages.shape[1]
+    hidden = no_hidden_states(model, program)
+
+    due = (allowance.max_forwards > 0) & (allowance.until_finished[0] > 0)
+    due &= may_run(state, allowance, page_size)
+
+    def body(carry: tuple[Array, Array, Pages]) -> tuple[Array, Array, Pages]:
+        _, hidden, pages = carry
+        plan = plan_spans(state, allowance, program.sizes, page_size)
+        hidden, pages = run_layers(model, state, pages, hidden, plan, allowance, program)
+        return jnp.bool(False), hidden, pages
+
+    # A loop of at most one turn, like a burst's: it overwrites the pages in place.
+    _, hidden, pages = jax.lax.while_loop(lambda carry: carry[0], body, (due, hidden, pages))
+    return hidden, pages
+
+
+def begin(state: DecodeState, options: Options, changed: Array) -> DecodeState:
+    """Returns the state at the start of a burst: nothing emitted yet, and the windows of
+    ``options`` for the ``changed [N]`` sequences."""
+    emitted = dataclasses.replace(state.emitted, count=jnp.zeros_like(state.emitted.count))
+    return with_windows(dataclasses.replace(state, emitted=emitted), options, changed)
+
+
+def may_run(state: DecodeState, allowance: Allowance, page_size: int) -> Array:
+    """Returns whether some sequence runs, and all that do have room for another forward."""
+    ready = has_room(state, allowance, page_size)
+    fits = state.emitted.count + state.tokens.shape[1] < state.emitted.tokens.shape[1]
+    return state.running.any() & (~state.running | (ready & fits)).all()
 
 
 class Decision(NamedTuple):

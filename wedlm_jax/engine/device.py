@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,13 +52,13 @@ check comes after `FIRST_CHECK` forwards, each later one when the number of forw
 after `CHECK` more, whichever is sooner."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Ticket:
     """A burst that the device is running or has run.
 
     Attributes:
       number: the burst's number.
-      fetched: the results that the host fetches.
+      fetched: the results that the host fetches; empty while only the layers have been submitted.
       sizes: the static sizes at which its program runs forwards.
       members: its sequences.
       started: when it was submitted.
@@ -118,7 +118,10 @@ class Device:
         self._windows = np.full(settings.sequences, -1, np.int32)
         self._grammars = GrammarMasks(grammars, settings.sequences, model.config.vocab_size)
         self._failed: list[int] = []
-        """Indices of sequences that failed in the last report; the next burst frees their state."""
+        """Indices of sequences that failed in a report; the next burst frees their state."""
+        self._complete: Callable[[], None] | None = None
+        """Submits the rest of a forward whose layers are submitted; it needs the report of the
+        burst before."""
         self._num_submitted = self._num_collected = 0
         self._ended, self._observed = 0.0, True
         """The latest time at which the last collected burst can have ended; whether it is exact."""
@@ -153,7 +156,7 @@ class Device:
         self._options = HostOptions(self.settings.sequences, self.traits)
         self._windows[:] = -1
         self._grammars.clear()
-        self._failed = []
+        self._failed, self._complete = [], None
 
     @property
     def parameters(self) -> nnx.State:
@@ -209,26 +212,45 @@ class Device:
             burst = dataclasses.replace(burst, max_forwards=min(burst.max_forwards, CHECK_FORWARDS))
         seconds = self._seconds(without_copies=checks)
         allowance = _allowance(burst, self.settings.chunk_tokens, seconds)
-        options = self._options.options(self._room)
-        if self._room.grammar:
-            allowed: Any = self._grammars.allowed(self._room.checked_rows, self._drafts)
-            options = dataclasses.replace(options, allowed=allowed)
+        arguments = self._options.options(self._room), allowance, changed
         program = self.programs.burst(self._parameters, self._room)
+        layers = None
+        if self._room.grammar:
+            layers = self.programs.layers(self._parameters, self._room)
         self._lay_out()
-        started = time.perf_counter()
-        result = program(self._leaves, self._state, self._pages, options, allowance, changed)
-        self._state, self._pages = result.state, result.pages
-        fetched = result.numbers, result.logprobs, result.counters, result.last
-        return Ticket(
+        ticket = Ticket(
             self._num_submitted,
-            fetched,
+            (),
             self._sizes(self._room),
             burst.members,
-            started,
+            time.perf_counter(),
             windowless=self._windows_vary and not self._room.window,
             alone=self._num_collected == self._num_submitted - 1,
             resized=resized,
         )
+        if layers is None:
+            ticket.fetched = self._run(program, *arguments)
+            return ticket
+        # The layers run while the host reads the report of the burst before and computes which
+        # tokens grammars allow next.
+        hidden, self._pages = layers(self._leaves, self._state, self._pages, *arguments)
+
+        def complete() -> None:
+            allowed: Any = self._grammars.allowed(self._room.checked_rows, self._drafts)
+            options, *others = arguments
+            options = dataclasses.replace(options, allowed=allowed)
+            ticket.fetched = self._run(program, options, *others, hidden)
+
+        if ticket.alone:
+            complete()
+        else:
+            self._complete = complete
+        return ticket
+
+    def _run(self, program: Any, *arguments: Any) -> tuple[Any, ...]:
+        result = program(self._leaves, self._state, self._pages, *arguments)
+        self._state, self._pages = result.state, result.pages
+        return result.numbers, result.logprobs, result.counters, result.last
 
     def collect(self, ticket: Ticket) -> Report:
         """Waits for a ticket's burst, which must be the oldest one not collected yet, and returns
@@ -257,7 +279,10 @@ class Device:
         finished = [index for index in present if report.finished[index]]
         for index in [*finished, *report.errors]:
             self._forget(index)
-        self._failed = list(report.errors)
+        self._failed += report.errors
+        if self._complete is not None:
+            complete, self._complete = self._complete, None
+            complete()
         return report
 
     def save(self, index: int, request: Request) -> SavedWindow:
@@ -362,6 +387,7 @@ class Device:
             entrants = make_entrants(self.settings, self._room, some, self._windows)
             self._state = self.programs.entry(self._room)(self._state, entrants, released)
             released = np.zeros_like(released)
+        self._failed = []
 
     def _report(
         self,

@@ -69,7 +69,7 @@ def burst_length(
     if any(sequence.request.params.stop for sequence in everybody):
         forwards = min(forwards, WATCHED_FORWARDS)
     if any(sequence.request.params.grammar for sequence in everybody):
-        forwards = 1  # the host computes what a grammar allows before each forward
+        forwards = 1  # the host computes what a grammar allows after each forward
     if num_waiting or soon:
         # New sequences enter only after a share of the running ones has finished, so that their
         # prompts share forwards.

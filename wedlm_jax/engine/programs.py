@@ -22,9 +22,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.attention.ragged import Pages, allocate_pages
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.decode.forward import Program
+from wedlm_jax.decode.forward import Program, no_hidden_states
 from wedlm_jax.decode.logprobs import Logprobs, empty_logprobs
-from wedlm_jax.decode.loop import BurstCounters, run_burst
+from wedlm_jax.decode.loop import BurstCounters, run_burst, run_layers_ahead
 from wedlm_jax.decode.options import Options, Traits, abstract_options
 from wedlm_jax.decode.spans import Allowance
 from wedlm_jax.decode.state import (
@@ -115,34 +115,53 @@ class CompiledPrograms:
                 self.resize(old, new)
         for traits in kinds:
             self.entry(traits)
+            if traits.grammar:
+                self.layers(parameters, traits)
             self.burst(parameters, traits)
 
     def burst(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
         """Returns the program of a burst of forwards, which takes a list of the parameters' arrays,
-        in the layouts of `formats`."""
-        key = (burst, traits)
+        in the layouts of `formats`. With a grammar, it is what follows `layers`."""
+        return self._of_forwards(burst, parameters, traits)
+
+    def layers(self, parameters: Any, traits: Traits) -> jax.stages.Compiled:
+        """Returns the program that runs a forward's layers, for sequences with a grammar."""
+        return self._of_forwards(layers, parameters, traits)
+
+    def _of_forwards(self, function: Any, parameters: Any, traits: Traits) -> jax.stages.Compiled:
+        key = (function, traits)
         if key in self._compiled:
             return self._compiled[key]
 
-        def lower(parameters: Any, *, choose: bool = False) -> jax.stages.Lowered:
+        def lower(
+            parameters: Any, function: Any, traits: Traits, *, choose: bool = False
+        ) -> jax.stages.Lowered:
             arguments = (self._graph, parameters, self._config, self._settings, traits, self._mesh)
-            return lower_burst(*arguments, choose_layouts=choose)
+            return lower_burst(*arguments, choose_layouts=choose, function=function)
 
-        depends = (self._settings.program(traits), _shapes(parameters))
+        shapes = _shapes(parameters)
         with self._choosing:
             if self._settings.compiler_lays_out and self.formats is None:
+                # Only a burst of whole forwards uses all parameters.
+                whole = dataclasses.replace(traits, grammar=False)
                 chosen = self._kept(
-                    key, lambda: lower(parameters, choose=True), *depends, "layouts are chosen"
+                    (burst, whole),
+                    lambda: lower(parameters, burst, whole, choose=True),
+                    self._settings.program(whole),
+                    shapes,
+                    "layouts are chosen",
                 )
                 structure = jax.tree.structure(parameters)
                 self.formats = jax.tree.unflatten(structure, chosen.input_formats[0][0])
 
         def lower_laid_out() -> jax.stages.Lowered:
             if self.formats is None:
-                return lower(parameters)
-            return lower(jax.tree.map(_abstract, parameters, self.formats))
+                return lower(parameters, function, traits)
+            laid_out = jax.tree.map(_abstract, parameters, self.formats)
+            return lower(laid_out, function, traits)
 
-        return self._kept(key, lower_laid_out, *depends, str(self.formats))
+        depends = self._settings.program(traits), shapes, str(self.formats)
+        return self._kept(key, lower_laid_out, *depends)
 
     def entry(self, traits: Traits) -> jax.stages.Compiled:
         """Returns the program that adds and removes sequences."""
@@ -272,6 +291,7 @@ def burst(
     options: Options,
     allowance: Allowance,
     changed: Array,
+    hidden: Array | None = None,
 ) -> BurstResult:
     """Runs a burst of forwards; see `wedlm_jax.decode.loop.run_burst`."""
 
@@ -282,7 +302,26 @@ def burst(
         numbers, logprobs = pack_for_host(after), after.emitted.logprobs
         return BurstResult(after, pages, numbers, logprobs, counters, last)
 
-    return on_replicas(on_replica)(parameters, state, pages, options, allowance, changed)
+    return on_replicas(on_replica)(parameters, state, pages, options, allowance, changed, hidden)
+
+
+def layers(
+    graph: Graph,
+    program: Program,
+    parameters: nnx.State,
+    state: DecodeState,
+    pages: Pages,
+    options: Options,
+    allowance: Allowance,
+    changed: Array,
+) -> tuple[Array, Pages]:
+    """Runs the layers of the next forward; see `wedlm_jax.decode.loop.run_layers_ahead`."""
+
+    def on_replica(parameters: nnx.State, *arguments: Any) -> tuple[Array, Pages]:
+        return run_layers_ahead(nnx.merge(graph, parameters), program, *arguments)
+
+    hidden, pages = on_replicas(on_replica)(parameters, state, pages, options, allowance, changed)
+    return constrain(hidden, "sequences"), pages
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -322,12 +361,14 @@ def lower_burst(
     mesh: Mesh | None = None,
     *,
     choose_layouts: bool = False,
+    function: Any = burst,
 ) -> jax.stages.Lowered:
     """Lowers an engine's burst, under its mesh.
 
     The compiled program takes a list of the parameters' arrays, the state, the pages, the options,
-    the allowance and which windows changed, and overwrites state and pages. It takes a list because
-    flattening Flax's tree of variables would double the time of a call.
+    the allowance, which windows changed and, with a grammar, the hidden states. It overwrites pages
+    and state. It takes a list because flattening Flax's tree of variables would double the time of
+    a call.
 
     Args:
       graph, parameters: the model's graph definition and parameters; these may be shapes.
@@ -337,25 +378,36 @@ def lower_burst(
         program's ``input_formats`` has them. Otherwise a TPU program copies, in every burst, each
         parameter whose layout does not suit its loop: 0.3 GiB per chip for an 8B model on eight
         chips.
+      function: `burst`, or `layers`, which leaves the state as it is.
     """
     arguments = burst_arguments(config, settings, traits, mesh)
+    program = settings.program(traits)
+    if function is layers:
+        arguments[2] = dataclasses.replace(arguments[2], allowed=None)
+    elif traits.grammar:
+        each = jax.eval_shape(lambda p: no_hidden_states(nnx.merge(graph, p), program), parameters)
+        rows = settings.replicas * each.shape[0]
+        hidden = jax.ShapeDtypeStruct((rows, *each.shape[1:]), each.dtype)
+        arguments.append(_placed(mesh, hidden, ()))
     leaves, structure = jax.tree.flatten(parameters)
 
-    def run(leaves: list[Any], *arguments: Any) -> BurstResult:
+    def run(leaves: list[Any], *arguments: Any) -> Any:
         parameters = jax.tree.unflatten(structure, leaves)
-        return burst(graph, settings.program(traits), parameters, *arguments)
+        return function(graph, program, parameters, *arguments)
 
     formats: Any = None
     if choose_layouts:
         formats = [Format(Layout.AUTO, x.sharding) for x in leaves]
         leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    jitted = jax.jit(run, in_shardings=(formats, *[None] * len(arguments)), donate_argnums=(1, 2))
+    overwritten = (2,) if function is layers else (1, 2)
+    shardings = (formats, *[None] * len(arguments))
+    jitted = jax.jit(run, in_shardings=shardings, donate_argnums=overwritten)
     return jitted.lower(leaves, *arguments)
 
 
 def burst_arguments(
     config: ModelConfig, settings: EngineSettings, traits: Traits, mesh: Mesh | None
-) -> tuple[Any, ...]:
+) -> list[Any]:
     """Returns the shapes of the arguments of `burst` after the parameters: the state, the pages,
     the options, the allowance, and which windows have changed."""
     pages = jax.eval_shape(
@@ -386,7 +438,7 @@ def burst_arguments(
     others = (abstract_options(sequences, traits, config.vocab_size), allowance, changed)
     options, allowance, changed = _placed(mesh, others, ())
     state = abstract_state(settings, traits, mesh)
-    return state, _placed(mesh, pages, (None, "attention_heads")), options, allowance, changed
+    return [state, _placed(mesh, pages, (None, "attention_heads")), options, allowance, changed]
 
 
 def _seconds(settings: EngineSettings, traits: Traits) -> Any:

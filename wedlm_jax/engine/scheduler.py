@@ -213,8 +213,8 @@ class Scheduler:
     def _can_plan_ahead(self) -> bool:
         """Returns whether the next burst may be planned before the result of the one in flight is
         known. It may not if sequences wait for places, since places that become free would stay
-        empty for a whole burst; if grammars or the pace of a long prompt depend on the result; or
-        if the burst in flight will probably finish everything."""
+        empty for a whole burst; if the pace of a long prompt depends on the result; or if the
+        burst in flight will probably finish everything."""
         running, chunk = self._running, self._sizes.chunk_tokens
         prompts = max(prefill_forwards(replica, chunk) for replica in self._replicas)
         places = sum(replica.num_free_indices for replica in self._replicas)
@@ -222,7 +222,6 @@ class Scheduler:
             len(self._waiting) <= places
             and not self._pages_are_short
             and not self._pace.is_paced
-            and not any(one.request.params.grammar for one in running)
             and any(one.outlasts_flight(prompts) for one in running)
         )
 

@@ -8,14 +8,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tests.examples.decode import TINY, assert_logprobs_near, say_the_same, small_engine
+from tests.examples.grammar import RandomAutomata
 from wedlm_jax.engine import plan
-from wedlm_jax.engine.interface import Finished, Request, TokenDelta
+from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
+from wedlm_jax.errors import InputError
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 MODES = ("paper", "verified", "ar")
 EXPECTED = [SamplingParams(mode=mode, temperature=1.0) for mode in MODES]
-EXPECTED.append(SamplingParams(draft="both"))
+EXPECTED.append(SamplingParams(draft="both", regex="3"))
 STEMS = [[2 + (5 * stem + i * i) % 20 for i in range(20)] for stem in range(2)]
 
 
@@ -26,6 +28,7 @@ def engines():
     log-probabilities only while somebody asks for them."""
     model = Transformer(TINY, rngs=nnx.Rngs(7))
     options = {"max_batch_size": 3, "lookup": 3, "deterministic": True}
+    options["grammars"] = RandomAutomata()
     short = {"num_pages": 22, "max_model_len": 40, "backup_masks": 3}
     small = small_engine(model, EXPECTED, **options, **short)
     return small, small_engine(model, EXPECTED, **options)
@@ -50,10 +53,13 @@ class Machine(RuleBasedStateMachine):
         hot=st.booleans(),
         logprobs=st.sampled_from([None, None, 1, 9]),
         draft=st.sampled_from(["auto", "lookup", "both"]),
+        grammar=st.sampled_from([None, None, "3", "7 dead"]),
         copies=st.integers(1, 3),
         ahead=st.booleans(),
     )
-    def submit(self, stem, shared, tail, max_tokens, mode, hot, logprobs, draft, copies, ahead):
+    def submit(
+        self, stem, shared, tail, max_tokens, mode, hot, logprobs, draft, grammar, copies, ahead
+    ):
         made = []
         for seed in range(copies):
             params = SamplingParams(
@@ -65,6 +71,7 @@ class Machine(RuleBasedStateMachine):
                 logprobs=logprobs,
                 draft=draft,
                 draft_budget=4.0,
+                regex=None if mode == "paper" else grammar,
             )
             made.append(Request(len(self.tokens), (*STEMS[stem][:shared], *tail), params))
             self.tokens[made[-1].number] = []
@@ -90,8 +97,12 @@ class Machine(RuleBasedStateMachine):
                 self.tokens[event.number] += zip(*told, strict=True)
                 assert event.num_output == len(self.tokens[event.number])
                 continue
-            assert isinstance(event, Finished)
             del self.live[event.number]
+            if isinstance(event, Failed):
+                with pytest.raises(InputError, match="cannot continue"):
+                    self.alone.decode([request])
+                continue
+            assert isinstance(event, Finished)
             result = event.result
             told = result.token_ids, result.forwards_at, result.instances_at
             assert list(zip(*told, strict=True)) == self.tokens[event.number]

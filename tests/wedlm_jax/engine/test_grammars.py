@@ -134,6 +134,26 @@ def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(engine, mode):
     assert engine.counters.pages_used == 0
 
 
+def test_the_host_follows_grammars_while_the_layers_run(engine, monkeypatch):
+    order = []
+    for owner, name in [
+        (engine.device.programs, "layers"),
+        (engine.device._grammars, "commit"),
+        (engine.device._grammars, "allowed"),
+    ]:
+        called = getattr(owner, name)
+
+        def note(*arguments, name=name, called=called, **options):
+            order.append(name)
+            return called(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, note)
+    case = Case((3, 9), SamplingParams(mode="ar", max_tokens=4, regex="7"), 4)
+    list(events_of(engine, requests_of([case]), ahead=True))
+    assert order[:3] == ["layers", "allowed", "layers"], "the second forward is begun at once"
+    assert order[3:6] == ["commit", "allowed", "layers"]
+
+
 def test_a_failure_ends_one_prompt_of_a_call_with_all_its_samples(engine):
     params = SamplingParams(mode="ar", max_tokens=12, regex="7", temperature=1.0, seed=1)
     prompts = [((3 + i, 9), params) for i in range(5)]

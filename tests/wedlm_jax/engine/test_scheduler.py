@@ -50,10 +50,12 @@ def test_nothing_is_planned_ahead_of_a_free_place():
     assert len(numbers_of(events, TokenDelta)) == len(device.bursts) == 1
 
 
-def test_a_burst_in_flight_is_over_before_a_grammar_is_asked():
-    scheduler, _ = new(longest_burst=2)
-    events = scheduler.step([request(1, [5], regex="a+", ignore_eos=False)], ahead=True)
-    assert numbers_of(events, TokenDelta) == [1]
+def test_a_burst_with_a_grammar_is_one_forward_planned_ahead():
+    scheduler, device = new(longest_burst=2)
+    asked = [request(1, [5], regex="a+", ignore_eos=False)]
+    assert scheduler.step(asked, ahead=True) == []
+    assert numbers_of(scheduler.step(ahead=True), TokenDelta) == [1]
+    assert [burst.max_forwards for burst in device.bursts] == [1, 1]
 
 
 @pytest.mark.parametrize(
