@@ -148,7 +148,7 @@ def expected_rate(sequence: SequenceState) -> float:
 # A chunk of a few tokens adds little to the matrix products. But each of its tokens attends to
 # everything before it: after 16k tokens even a small chunk can take as long as tens of decode
 # forwards. So time is shared: after a forward with a chunk that took longer than two without, the
-# prompt pauses, and the other sequences decode until the average is down to two again.
+# prompt pauses for as many forwards as bring the average down to two.
 
 SHARE = 2.0
 """The factor by which a long prompt may slow forwards down, on average."""
@@ -185,8 +185,8 @@ class PromptPace:
     def _forget(self) -> None:
         self._plain: float | None = None
         """Seconds of a forward without a chunk; None until measured."""
-        self._debt = 0.0
-        """The seconds by which all forwards so far have exceeded their share."""
+        self._pause = float(PLAIN_FORWARDS)
+        """How many forwards without chunks come next; the fraction is kept for the next pause."""
         self._is_dear = True
         """Whether the last forward with a chunk took more than its share."""
         self.is_paced = False
@@ -204,11 +204,8 @@ class PromptPace:
             self._forget()
             return Chunks(self._most)
         self.is_paced = True
-        if self._plain is None:
-            return Chunks(0, PLAIN_FORWARDS)
-        # Each forward without a chunk pays back (SHARE - 1) times its time.
-        if (due := math.ceil(self._debt / ((SHARE - 1) * self._plain))) > 0:
-            return Chunks(0, due)
+        if self._pause > 0:
+            return Chunks(0, math.ceil(self._pause))
         return Chunks(budget, 1 if self._is_dear else None)
 
     def observe(self, tokens: int, forwards: int, seconds: float) -> None:
@@ -222,15 +219,12 @@ class PromptPace:
         if not self.is_paced or not forwards:
             return
         if not tokens:
-            self._plain = seconds / forwards
-        if self._plain is None:
-            return  # planned before there was a long prompt
-        beyond = seconds - forwards * SHARE * self._plain
-        if tokens:
+            self._plain, self._pause = seconds / forwards, max(self._pause - forwards, -1.0)
+        elif self._plain is not None:  # otherwise it was planned before there was a long prompt
+            beyond = seconds / self._plain - SHARE * forwards
             self._is_dear = beyond > 0
-        # Savings made while chunks are cheap must not be spent at once later. One forward's worth
-        # is kept, since pauses are whole forwards.
-        self._debt = max(self._debt + beyond, -(SHARE - 1) * self._plain)
+            # Each forward without a chunk pays back SHARE - 1 of its own length.
+            self._pause = max(self._pause + beyond / (SHARE - 1), -1.0)
 
 
 def chunk_tokens(replicas: Sequence[Replica], most: int, balanced: int) -> int | None:
