@@ -4,7 +4,8 @@ cost.
 Four ways to decode the same prompts: in long bursts, as jobs do; in short ones, each submitted
 before the previous one has ended, as streams and the server do; in short ones in turns with the
 host; and under a grammar that allows every text, so that tokens are the same. The difference
-between the second and the third is what planning ahead hides.
+between the second and the third is what planning ahead hides. Under a grammar, gaps between a
+forward's layers and the rest of it are not counted.
 """
 
 from __future__ import annotations
