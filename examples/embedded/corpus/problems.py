@@ -2,9 +2,8 @@
 solution, and the steps of that solution ("=").
 
 Slots: n, m are people, x, y things in the plural, box/boxes a container; a, b, c, d are given
-numbers and s, u, t computed ones, drawn as `reasoning.NUMBERS` says; t is the result unless another
-slot is named. Every computation is written "a op b = c" with op one of + - x /, so that a reader or
-a test can verify it.
+numbers, drawn as `reasoning.NUMBERS` says. s, u, t are computed by the steps, the last of which
+gives the result. Every computation is written "a op b = c" with op one of + - x /.
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """A form of problem: how its numbers are drawn, its questions, its solution, and the result's
-    slot."""
+    """A form of problem: how its numbers are drawn, its questions, and its solution."""
 
     kind: str
     numbers: str
     questions: tuple[str, ...]
     solution: str
-    result: str
 
 
 def _problem(text: str) -> Problem:
     head, *lines = text.split("\n")
-    kind, numbers, *result = head.split()
     questions, steps = ([line[2:] for line in lines if line[0] == mark] for mark in "?=")
-    return Problem(kind, numbers, tuple(questions), "\n".join(steps), (*result, "t")[0])
+    return Problem(*head.split(), tuple(questions), "\n".join(steps))
 
 
 _TEXT = """\
@@ -249,7 +245,7 @@ times_as_many fold_total
 = {m} has {a} x {c} = {s} {x}.
 = Together: {s} + {a} = {t} {x}.
 
-age_difference fold_total u
+age_difference fold_total
 ? {n} is {a} years old. {m} is {c} times as old. How many years older is {m}?
 ? {m} is {c} times as old as {n}, who is {a}. By how many years is {m} older?
 = {m} is {a} x {c} = {s} years old.

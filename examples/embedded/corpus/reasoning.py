@@ -10,7 +10,9 @@ both operands visible in only one of twelve cases.
 
 from __future__ import annotations
 
+import operator
 import random
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -23,6 +25,10 @@ MARKER = "Answer: "
 Numbers = dict[str, int]
 
 
+def _small(rng: random.Random, count: int, most: int = 9) -> list[int]:
+    return [rng.randint(2, most) for _ in range(count)]
+
+
 def _small_factors(rng: random.Random) -> tuple[int, int]:
     """Draws two factors whose product is at most 20."""
     a = rng.randint(2, 9)
@@ -30,136 +36,110 @@ def _small_factors(rng: random.Random) -> tuple[int, int]:
 
 
 def _plus_minus(rng: random.Random) -> Numbers:
-    """a + b = s, s - c = t"""
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
-    c = rng.randint(2, min(9, a + b - 2))
-    return {"a": a, "b": b, "c": c, "s": a + b, "t": a + b - c}
+    a, b = _small(rng, 2)
+    return {"a": a, "b": b, "c": rng.randint(2, min(9, a + b - 2))}
 
 
 def _plus_plus(rng: random.Random) -> Numbers:
-    """a + b = s, s + c = t"""
-    a, b, c = (rng.randint(2, 9) for _ in range(3))
-    return {"a": a, "b": b, "c": c, "s": a + b, "t": a + b + c}
+    a, b, c = _small(rng, 3)
+    return {"a": a, "b": b, "c": c}
 
 
 def _minus_minus(rng: random.Random) -> Numbers:
-    """a - b = s, s - c = t"""
-    b, c, t = (rng.randint(2, 6) for _ in range(3))
-    return {"a": b + c + t, "b": b, "c": c, "s": c + t, "t": t}
+    b, c, left = _small(rng, 3, most=6)
+    return {"a": b + c + left, "b": b, "c": c}
 
 
 def _times_plus(rng: random.Random) -> Numbers:
-    """a x b = s, s + c = t"""
     a, b = _small_factors(rng)
-    c = rng.randint(2, 9)
-    return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b + c}
+    return {"a": a, "b": b, "c": rng.randint(2, 9)}
 
 
 def _times_minus(rng: random.Random) -> Numbers:
-    """a x b = s, s - c = t"""
     a, b = _small_factors(rng)
-    c = rng.randint(2, min(9, a * b - 2))
-    return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b - c}
+    return {"a": a, "b": b, "c": rng.randint(2, min(9, a * b - 2))}
 
 
 def _minus_times(rng: random.Random) -> Numbers:
-    """a x b = s, c - s = t; c is a round sum, as in paying or in a journey"""
+    """Draws a round c, as in paying or in a journey."""
     a, b = _small_factors(rng)
-    c = 10 * rng.randint((a * b + 2 + 9) // 10, 3)
-    return {"a": a, "b": b, "c": c, "s": a * b, "t": c - a * b}
+    return {"a": a, "b": b, "c": 10 * rng.randint((a * b + 2 + 9) // 10, 3)}
 
 
 def _plus_times(rng: random.Random) -> Numbers:
-    """a + b = s, s x c = t"""
-    s, c = rng.randint(4, 9), rng.randint(2, 9)
-    a = rng.randint(2, s - 2)
-    return {"a": a, "b": s - a, "c": c, "s": s, "t": s * c}
+    total, c = rng.randint(4, 9), rng.randint(2, 9)
+    a = rng.randint(2, total - 2)
+    return {"a": a, "b": total - a, "c": c}
 
 
 def _rectangle(rng: random.Random) -> Numbers:
-    """a + b = s, s x 2 = t"""
-    a, b = rng.randint(2, 9), rng.randint(2, 9)
-    return {"a": max(a, b), "b": min(a, b), "s": a + b, "t": (a + b) * 2}
+    b, a = sorted(_small(rng, 2))
+    return {"a": a, "b": b}
 
 
 def _divide_plus(rng: random.Random) -> Numbers:
-    """a / b = s, s + c = t"""
-    b, s, c = (rng.randint(2, 9) for _ in range(3))
-    return {"a": b * s, "b": b, "c": c, "s": s, "t": s + c}
+    b, share, c = _small(rng, 3)
+    return {"a": b * share, "b": b, "c": c}
 
 
 def _divide_times(rng: random.Random) -> Numbers:
-    """a / b = s, s x c = t"""
-    b, s, c = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
-    c = c if c != b else c + 1
-    return {"a": b * s, "b": b, "c": c, "s": s, "t": s * c}
+    b, rate, c = _small(rng, 3)
+    return {"a": b * rate, "b": b, "c": c if c != b else c + 1}
 
 
 def _plus_divide(rng: random.Random) -> Numbers:
-    """a + b = s, s / c = t"""
     c = rng.randint(2, 4)
-    t = rng.randint(3, 18 // c)
-    a = rng.randint(max(2, c * t - 9), min(9, c * t - 2))
-    return {"a": a, "b": c * t - a, "c": c, "s": c * t, "t": t}
+    total = c * rng.randint(3, 18 // c)
+    a = rng.randint(max(2, total - 9), min(9, total - 2))
+    return {"a": a, "b": total - a, "c": c}
 
 
 def _average_of_two(rng: random.Random) -> Numbers:
-    """a + b = s, s / 2 = t"""
-    t = rng.randint(4, 9)
-    gap = rng.randint(1, min(t - 2, 5))
-    a, b = rng.choice(((t - gap, t + gap), (t + gap, t - gap)))
-    return {"a": a, "b": b, "s": 2 * t, "t": t}
+    mean = rng.randint(4, 9)
+    gap = rng.randint(1, min(mean - 2, 5))
+    a, b = rng.choice(((mean - gap, mean + gap), (mean + gap, mean - gap)))
+    return {"a": a, "b": b}
 
 
 def _average_of_three(rng: random.Random) -> Numbers:
-    """a + b = s, s + c = u, u / 3 = t"""
-    t = rng.randint(5, 9)
-    a, b = rng.randint(t - 3, t + 2), rng.randint(t - 2, t + 3)
-    return {"a": a, "b": b, "c": 3 * t - a - b, "s": a + b, "u": 3 * t, "t": t}
+    mean = rng.randint(5, 9)
+    a, b = rng.randint(mean - 3, mean + 2), rng.randint(mean - 2, mean + 3)
+    return {"a": a, "b": b, "c": 3 * mean - a - b}
 
 
 def _minus_divide(rng: random.Random) -> Numbers:
-    """a - b = s, s / c = t"""
-    c, t = _small_factors(rng)
+    c, share = _small_factors(rng)
     b = rng.randint(2, 9)
-    return {"a": c * t + b, "b": b, "c": c, "s": c * t, "t": t}
+    return {"a": c * share + b, "b": b, "c": c}
 
 
 def _two_products(rng: random.Random) -> Numbers:
-    """a x b = s, c x d = u, s + u = t"""
-    a, b, c, d = (rng.randint(2, 4) for _ in range(4))
-    return {"a": a, "b": b, "c": c, "d": d, "s": a * b, "u": c * d, "t": a * b + c * d}
+    a, b, c, d = _small(rng, 4, most=4)
+    return {"a": a, "b": b, "c": c, "d": d}
 
 
 def _more_total(rng: random.Random) -> Numbers:
-    """a + c = s, a + s = t"""
-    a, c = rng.randint(2, 9), rng.randint(2, 9)
-    return {"a": a, "c": c, "s": a + c, "t": a + a + c}
+    a, c = _small(rng, 2)
+    return {"a": a, "c": c}
 
 
 def _fewer_total(rng: random.Random) -> Numbers:
-    """a - c = s, a + s = t"""
-    c, s = rng.randint(2, 9), rng.randint(2, 9)
-    return {"a": s + c, "c": c, "s": s, "t": s + c + s}
+    c, fewer = _small(rng, 2)
+    return {"a": fewer + c, "c": c}
 
 
 def _fold_total(rng: random.Random) -> Numbers:
-    """a x c = s, s + a = t, s - a = u"""
     a, c = _small_factors(rng)
-    return {"a": a, "c": c, "s": a * c, "t": a * c + a, "u": a * c - a}
+    return {"a": a, "c": c}
 
 
 def _times_times(rng: random.Random) -> Numbers:
-    """a x b = s, s x c = t"""
     a, c = rng.randint(2, 4), rng.randint(2, 9)
-    b = rng.randint(2, 9 // a)
-    return {"a": a, "b": b, "c": c, "s": a * b, "t": a * b * c}
+    return {"a": a, "b": rng.randint(2, 9 // a), "c": c}
 
 
 def _steps_up(rng: random.Random) -> Numbers:
-    """a + c = s, s + c = u, u + c = t"""
-    a, c = rng.randint(2, 9), rng.randint(2, 6)
-    return {"a": a, "c": c, "s": a + c, "u": a + 2 * c, "t": a + 3 * c}
+    return {"a": rng.randint(2, 9), "c": rng.randint(2, 6)}
 
 
 _DRAWS: tuple[Callable[[random.Random], Numbers], ...] = (
@@ -172,7 +152,19 @@ _DRAWS: tuple[Callable[[random.Random], Numbers], ...] = (
 NUMBERS: Mapping[str, Callable[[random.Random], Numbers]] = MappingProxyType(
     {draw.__name__[1:]: draw for draw in _DRAWS}
 )
-"""Ways to draw a problem's numbers, each named after its steps."""
+"""Ways to draw the numbers that a question gives, each named after the steps of its solution."""
+
+_STEP = re.compile(r"(\S+) ([-+x/]) (\S+) = \{(\w)\}")
+_APPLY = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.floordiv}
+
+
+def _solved(solution: str, given: Numbers) -> Numbers:
+    """Returns the given numbers and the computed ones, of which the last is the result."""
+    numbers = dict(given)
+    for left, sign, right, name in _STEP.findall(solution):
+        operands = (int(one.format_map(numbers)) for one in (left, right))
+        numbers[name] = _APPLY[sign](*operands)
+    return numbers
 
 
 def draw(problem: Problem, rng: random.Random) -> tuple[str, str]:
@@ -180,11 +172,11 @@ def draw(problem: Problem, rng: random.Random) -> tuple[str, str]:
     n, m = rng.sample(NAMES, 2)
     x, y = rng.sample(THINGS, 2)
     box, boxes = rng.choice(CONTAINERS)
-    numbers = NUMBERS[problem.numbers](rng)
+    numbers = _solved(problem.solution, NUMBERS[problem.numbers](rng))
     slots = {"n": n, "m": m, "x": x, "y": y, "box": box, "boxes": boxes, **numbers}
     question = rng.choice(problem.questions).format_map(slots)
     steps = problem.solution.format_map(slots)
-    return question, f"{steps}\n{MARKER}{numbers[problem.result]}"
+    return question, f"{steps}\n{MARKER}{[*numbers.values()][-1]}"
 
 
 KINDS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = MappingProxyType(
