@@ -51,7 +51,6 @@ class Drawing:
     def write(
         self, x: float, y: float, label: str, *, anchor: str = "start", faint: bool = False
     ) -> None:
-        """Writes a label."""
         colour = FAINT if faint else INK
         self.shapes.append(
             f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{colour}">'
@@ -68,14 +67,12 @@ class Drawing:
             self.cell(x + number * (width + GAP), y, width, label, kind)
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """Draws an arrow."""
         self.shapes.append(
             f'<path d="M{x:g} {y:g} L{to_x:g} {to_y:g}" stroke="{FAINT}" fill="none" '
             'marker-end="url(#head)"/>'
         )
 
     def legend(self, y: float, kinds: Mapping[str, str], *, x: float) -> None:
-        """Draws what the colours mean."""
         for kind, meaning in kinds.items():
             self.cell(x, y, 18, "", kind)
             self.write(x + 24, y + 17, meaning, faint=True)
@@ -240,12 +237,8 @@ def spans() -> Drawing:
 
 
 DRAWINGS = {
-    "reordering": reordering,
-    "streaming": streaming,
-    "dual-stream": dual_stream,
-    "attention-mask": attention_mask,
-    "verified": verified,
-    "spans": spans,
+    draw.__name__.replace("_", "-"): draw
+    for draw in (reordering, streaming, dual_stream, attention_mask, verified, spans)
 }
 
 if __name__ == "__main__":

@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 from unittest import mock
 
+from train.recipe.config import TrainConfig
 from wedlm_jax.__main__ import SUBCOMMANDS, subcommand
+from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.errors import EXIT_STATUS
 from wedlm_jax.option_values import Option, options_of
+from wedlm_jax.params import SamplingParams
 
 PAGE = Path(__file__).with_name("reference.md")
 
@@ -65,6 +68,20 @@ All options, in one place. `python -m docs.reference` makes this page from the c
 is an error in `--help` or in a docstring, too.
 """
 
+SAMPLING_HEAD = """\
+Arguments of `SamplingParams(...)` in Python, flags of `wedlm generate`, and keys of `sampling` in \
+a record of a [batch job](batch.md). What they mean where masks are filled out of order is in \
+[How it works](sampling.md). None is refused unless its meaning is given.
+"""
+ENGINE_HEAD = """\
+Arguments of `LLM(...)` in Python, and flags on the command line, where `max_batch_size` is \
+`--batch-size` and the last five have none. None is refused unless its meaning is given.
+"""
+RECIPE_HEAD = """\
+A YAML file for `wedlm train --config`; on the command line, `key=value` replaces a field and \
+`+key=value` adds to a mapping. Ready-made recipes are in `configs/`.
+"""
+
 
 class Caught(Exception):
     """Carries the parser that was about to parse."""
@@ -103,21 +120,16 @@ def page() -> str:
     parts = [HEAD, "## Commands\n"]
     parts += [command(f"wedlm {name}", subcommand_parser(name)) for name in SUBCOMMANDS]
     parts += [command(f"python -m {name}", module_parser(name)) for name in MODULES]
-    parts += ["## Exit status\n", status_table()]
-    parts += ["## Sampling parameters\n", sampling_section()]
-    parts += ["## Engine options\n", engine_section()]
-    parts += ["## Recipes\n", recipe_table()]
-    parts += ["## Python\n"]
+    statuses = [(str(status), meaning) for status, meaning in EXIT_STATUS.items()]
+    parts += ["## Exit status\n", "For every command:\n", table(("status", "meaning"), statuses)]
+    parts += ["\n## Sampling parameters\n", SAMPLING_HEAD, option_table(SamplingParams)]
+    parts += ["\n## Engine options\n", ENGINE_HEAD, option_table(EngineConfig)]
+    parts += ["\n## Recipes\n", RECIPE_HEAD, recipe_table()]
+    parts += ["\n## Python\n"]
     parts += [described_class(getattr(importlib.import_module(m), n)) for m, n in pairs(CLASSES)]
     functions = [getattr(importlib.import_module(m), n) for m, n in pairs(FUNCTIONS)]
     parts += [described_function(f, f"### {f.__name__}", f.__module__) for f in functions]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
-
-
-def status_table() -> str:
-    """Returns the section of exit statuses."""
-    rows = [(str(status), meaning) for status, meaning in EXIT_STATUS.items()]
-    return "\n".join(["For every command:\n", table(("status", "meaning"), rows), ""])
 
 
 def pairs(names: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
@@ -144,56 +156,34 @@ def command(name: str, parser: argparse.ArgumentParser) -> str:
 
 def invocation(action: argparse.Action) -> str:
     """Returns an option as it is typed."""
+    if action.nargs == 0:
+        return action.option_strings[-1]
     if action.choices is not None:
         value = " or ".join(map(str, action.choices))
     else:
         value = str(action.metavar or action.dest.upper()).replace("|", " or ")
-    if not action.option_strings:
-        return value + " ..." * (action.nargs in ("+", "*"))
-    if action.nargs == 0:
-        return action.option_strings[-1]
-    return f"{action.option_strings[-1]} {value}" + " ..." * (action.nargs in ("+", "*"))
+    words = [*action.option_strings[-1:], value, *["..."] * (action.nargs in ("+", "*"))]
+    return " ".join(words)
 
 
 # --- fields ---------------------------------------------------------------------------------
+
+FIELD_HEADS = ("field", "default", "values", "meaning")
 
 
 def option_table(kind: type) -> str:
     """Returns the table of the options in a dataclass, `SamplingParams` or `EngineConfig`."""
     rows = []
-    defaults = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {field.name: field for field in dataclasses.fields(kind)}
     for name, option in options_of(kind).items():
-        field = defaults[name]
-        factory = field.default_factory
-        default = factory() if callable(factory) else field.default
         meaning = option.help + (f"; None: {option.none}" if option.none else "")
-        rows.append((f"`{name}`", f"`{default!r}`", option_bounds(option), meaning))
-    return table(("field", "default", "values", "meaning"), rows) + "\n"
+        default = f"`{default_of(fields[name])!r}`"
+        rows.append((f"`{name}`", default, option_bounds(option), meaning))
+    return table(FIELD_HEADS, rows)
 
 
-def engine_section() -> str:
-    """Returns the fields of `EngineConfig`."""
-    from wedlm_jax.engine.config import EngineConfig
-
-    head = (
-        "Arguments of `LLM(...)` in Python, and flags on the command line, where `max_batch_size` "
-        "is `--batch-size` and the last five have none. None is refused unless its meaning is "
-        "given.\n\n"
-    )
-    return head + option_table(EngineConfig)
-
-
-def sampling_section() -> str:
-    """Returns the fields of `SamplingParams`."""
-    from wedlm_jax.params import SamplingParams
-
-    head = (
-        "Arguments of `SamplingParams(...)` in Python, flags of `wedlm generate`, and keys of "
-        "`sampling` in a record of a [batch job](batch.md). What they mean where masks are filled "
-        "out of order is in [How it works](sampling.md). None is refused unless its meaning is "
-        "given.\n\n"
-    )
-    return head + option_table(SamplingParams)
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def option_bounds(option: Option) -> str:
@@ -203,9 +193,7 @@ def option_bounds(option: Option) -> str:
 
 
 def recipe_table() -> str:
-    """Returns the fields of a training recipe."""
-    from train.recipe.config import TrainConfig
-
+    """Returns the table of the fields of a training recipe."""
     rows: list[tuple[str, str, str, str]] = []
 
     def walk(section: type, prefix: str) -> None:
@@ -214,31 +202,15 @@ def recipe_table() -> str:
             if dataclasses.is_dataclass(hints[field.name]):
                 walk(hints[field.name], f"{prefix}{field.name}.")
                 continue
-            factory = field.default_factory
-            default = factory() if callable(factory) else field.default
-            shown = (
-                "null"
-                if default is None
-                else str(default).lower()
-                if isinstance(default, bool)
-                else default
-            )
+            default = default_of(field)
+            if default is None or isinstance(default, bool):
+                default = {None: "null", True: "true", False: "false"}[default]
             option = field.metadata["option"]
-            rows.append(
-                (
-                    f"`{prefix}{field.name}`",
-                    f"`{shown}`",
-                    option_bounds(option),
-                    option.help,
-                )
-            )
+            name = f"`{prefix}{field.name}`"
+            rows.append((name, f"`{default}`", option_bounds(option), option.help))
 
     walk(TrainConfig, "")
-    head = (
-        "A YAML file for `wedlm train --config`; on the command line, `key=value` replaces a field "
-        "and `+key=value` adds to a mapping. Ready-made recipes are in `configs/`.\n\n"
-    )
-    return head + table(("field", "default", "values", "meaning"), rows) + "\n"
+    return table(FIELD_HEADS, rows)
 
 
 # --- Python ---------------------------------------------------------------------------------
@@ -262,11 +234,9 @@ def described_class(cls: type) -> str:
 
 def described_function(function: Any, title: str, module: str | None = None) -> str:
     """Returns the section of a function: its signature and its docstring."""
-    lines = [f"{title}\n"]
-    if module is not None:
-        lines += [f"`from {module} import {function.__name__}`\n"]
+    origin = "" if module is None else f"`from {module} import {function.__name__}`\n\n"
     shown = signature(function.__name__, function)
-    return "\n".join([*lines, f"```python\n{shown}\n```\n", docstring(function)])
+    return f"{title}\n\n{origin}```python\n{shown}\n```\n\n{docstring(function)}"
 
 
 def home(cls: type) -> str:
@@ -292,8 +262,7 @@ def signature(name: str, function: Any) -> str:
 
 
 def parameter(found: inspect.Parameter) -> str:
-    """Returns a parameter as it is written, without the quotes that Python would put around
-    annotations."""
+    """Returns a parameter as it is written, its annotation without quotes."""
     stars = {found.VAR_POSITIONAL: "*", found.VAR_KEYWORD: "**"}.get(found.kind, "")
     kind = found.annotation if isinstance(found.annotation, str) else formatted(found.annotation)
     annotation = "" if found.annotation is found.empty else f": {kind}"

@@ -13,10 +13,11 @@ import json
 import random
 import sys
 
+from examples.embedded.corpus.words import listed
 from wedlm_jax.host.command_line import CommandParser, at_least_1, run_command
 from wedlm_jax.host.signals import exit_process
 
-TOPICS = """
+TOPICS = listed("""
 the moon; volcanoes; the Roman Empire; honey bees; electric cars; chess; coffee; the ocean tides;
 vaccines; the printing press; jazz; earthquakes; penguins; solar panels; the human heart; bridges;
 the French Revolution; bread; whales; computers; gravity; rivers; the stock market; dreams; trains;
@@ -26,18 +27,18 @@ deserts; football; inflation; lightning; maps; the violin; recycling; mushrooms;
 wolves; chocolate; the Silk Road; kites; plastic; sleep; robots; comets; elephants; gardens; salt;
 museums; hurricanes; algebra; wine; satellites; owls; paper; the kidney; ballet; ships; silk; atoms;
 lighthouses; parrots; democracy; steel; the Nile; cinema; ants; yoga; windmills; tunnels; poetry
-""".replace("\n", " ").split("; ")
-PEOPLE = """
+""")
+PEOPLE = listed("""
 a curious child; a new manager; a tired nurse; a retired teacher; a student; a busy parent; a baker;
 a farmer; a shy teenager; a taxi driver; a young engineer; an old sailor; a painter; a librarian
-""".replace("\n", " ").split("; ")
-GOALS = """
+""")
+GOALS = listed("""
 learn a language; save money; run a first marathon; keep a garden in summer; write a good essay;
 prepare for an interview; cook for six guests; sleep better; make friends in a new city; read more;
 take better photographs; start a small business; learn to swim; stop procrastinating; fix a bicycle;
 plan a holiday by train; keep a dog healthy; study for an exam; speak in public; tidy a small flat
-""".replace("\n", " ").split("; ")
-FUNCTIONS = """
+""")
+FUNCTIONS = listed("""
 returns the sum of all even numbers in a list; reverses the words of a sentence; counts vowels in a
 string; checks whether a number is prime; merges two sorted lists; returns the n-th Fibonacci
 number; removes duplicates from a list; finds the largest value of a dictionary; converts Celsius to
@@ -46,20 +47,20 @@ a file and counts its lines; flattens a nested list; returns the factorial of a 
 elements of two lists; counts words in a text; computes the average of a list; rotates a list by k
 places; validates an e-mail address; transposes a matrix; generates a random password; groups words
 by their first letter; finds the longest word of a sentence; returns the digits of a number
-""".replace("\n", " ").split("; ")
+""")
 LANGUAGES = ["Python", "Python", "Python", "JavaScript", "C"]
 SUBJECTS = ["The town council", "A group of students", "The museum", "Our neighbour", "The company"]
-DEEDS = """
+DEEDS = listed("""
 opened a new park beside the river; built a small bridge; found an old map in the cellar; planted
 two hundred trees; repaired the clock of the station; started a weekly market; painted the school;
 published a report about water; collected books for the hospital; bought three electric buses
-""".replace("\n", " ").split("; ")
-DETAILS = """
+""")
+DETAILS = listed("""
 It took almost two years; More than four hundred people came to see it; The weather was bad, but
 nobody left early; The costs were lower than expected; Local newspapers wrote about it for weeks;
 Some residents complained about the noise; Children were given free tickets; The mayor thanked all
 volunteers; A second phase is planned for next spring; Nobody knows yet who will pay for it
-""".replace("\n", " ").split("; ")
+""")
 ORDERS = [
     "Summarize the following text in one sentence:",
     "Summarize the following text in two sentences:",
@@ -74,7 +75,7 @@ ORDERS = [
 def prompt(draw: random.Random) -> str:
     """Draws one prompt."""
     pick = draw.choice
-    topic, person, goal = pick(TOPICS).strip(), pick(PEOPLE).strip(), pick(GOALS).strip()
+    topic, person, goal = pick(TOPICS), pick(PEOPLE), pick(GOALS)
     kind = draw.random()
     if kind < 0.45:
         a, b = draw.sample(TOPICS, 2)
@@ -88,7 +89,7 @@ def prompt(draw: random.Random) -> str:
                 f"How can {person} {goal}?",
                 f"Give {person} {draw.randint(3, 6)} tips to {goal}.",
                 f"Make a plan for a week to {goal}.",
-                f"Compare {a.strip()} and {b.strip()}.",
+                f"Compare {a} and {b}.",
                 f"What are the pros and cons of {topic}?",
                 f"Write a quiz with {draw.randint(3, 5)} questions about {topic}.",
                 f"What is the most common mistake when people try to {goal}?",
@@ -100,12 +101,12 @@ def prompt(draw: random.Random) -> str:
                 f"Write a short story about {person} and {topic}.",
                 f"Write a poem about {topic}.",
                 f"Write a polite e-mail in which {person} asks for help to {goal}.",
-                f"Write a dialogue between {person} and {pick(PEOPLE).strip()} about {topic}.",
+                f"Write a dialogue between {person} and {pick(PEOPLE)} about {topic}.",
                 f"Write an advertisement for a book about {topic}.",
             ]
         )
     if kind < 0.75:
-        return f"Write a {pick(LANGUAGES)} function that {pick(FUNCTIONS).strip()}."
+        return f"Write a {pick(LANGUAGES)} function that {pick(FUNCTIONS)}."
     if kind < 0.85:
         x, y, z = (draw.randint(2, 60) for _ in range(3))
         return pick(
@@ -118,8 +119,8 @@ def prompt(draw: random.Random) -> str:
                 f"Count from {x} to {x + draw.randint(8, 20)}.",
             ]
         )
-    sentences = [f"{pick(SUBJECTS)} {pick(DEEDS).strip()}."]
-    sentences += [f"{one.strip()}." for one in draw.sample(DETAILS, draw.randint(2, 4))]
+    sentences = [f"{pick(SUBJECTS)} {pick(DEEDS)}."]
+    sentences += [f"{one}." for one in draw.sample(DETAILS, draw.randint(2, 4))]
     return f"{pick(ORDERS)}\n\n{' '.join(sentences)}"
 
 
