@@ -279,11 +279,13 @@ class ShardFolder:
         """Gives up the folder if it holds neither records of the job nor the copy of a pipe, and no
         other process works on it."""
         with naming(self.folder), alone(self.folder):
-            if read_job(self.folder) != self._job or _kept_of_another(self.folder):
-                return
-            if any_in_use(self.parts):
-                return
-            if (self.folder / STATS).exists() or list(self.folder.glob(f"{SPOOL}*")):
+            if (
+                read_job(self.folder) != self._job
+                or _kept_of_another(self.folder)
+                or any_in_use(self.parts)
+                or (self.folder / STATS).exists()
+                or any(self.folder.glob(f"{SPOOL}*"))
+            ):
                 return
             for path in [*_replaceable(self.folder), self.folder / JOB]:
                 _remove(path)
@@ -318,7 +320,8 @@ class ShardFolder:
         """Claims the folder: of several jobs that begin at once, only one gets it."""
         found = read_job(self.folder)
         if found is None:
-            if other := sorted(_foreign(self.folder)):
+            names = os.listdir(self.folder)
+            if other := sorted(n for n in names if not (OURS.fullmatch(n) or n.startswith("."))):
                 raise InputError(
                     f"{self.folder}: expected a new folder or a job's, but it contains {other[0]}"
                 )
@@ -418,11 +421,6 @@ def _kept_of_another(folder: Path) -> str:
     records = sum(_part_records(folder / PARTS).values())
     words = [counted(n, what) for n, what in ((shards, "shard"), (records, "record")) if n]
     return " and ".join(words)
-
-
-def _foreign(folder: Path) -> list[str]:
-    names = os.listdir(folder)
-    return [name for name in names if not OURS.fullmatch(name) and not name.startswith(".")]
 
 
 def _ours(folder: Path) -> list[Path]:

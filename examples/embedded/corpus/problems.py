@@ -22,8 +22,9 @@ class Problem(NamedTuple):
 
 def _problem(text: str) -> Problem:
     head, *lines = text.split("\n")
+    kind, numbers = head.split()
     questions, steps = ([line[2:] for line in lines if line[0] == mark] for mark in "?=")
-    return Problem(*head.split(), tuple(questions), "\n".join(steps))
+    return Problem(kind, numbers, tuple(questions), "\n".join(steps))
 
 
 _TEXT = """\
@@ -228,27 +229,27 @@ two_prices two_products
 = Together: {s} + {u} = {t} dollars.
 
 more_than more_total
-? {n} has {a} {x}. {m} has {c} more than {n}. How many {x} do they have together?
-? {m} has {c} more {x} than {n}, who has {a}. How many {x} have both together?
-= {m} has {a} + {c} = {s} {x}.
+? {n} has {a} {x}. {m} has {b} more than {n}. How many {x} do they have together?
+? {m} has {b} more {x} than {n}, who has {a}. How many {x} have both together?
+= {m} has {a} + {b} = {s} {x}.
 = Together: {a} + {s} = {t} {x}.
 
 fewer_than fewer_total
-? {n} has {a} {x}. {m} has {c} fewer than {n}. How many {x} do they have together?
-? {m} has {c} fewer {x} than {n}, who has {a}. How many {x} have both together?
-= {m} has {a} - {c} = {s} {x}.
+? {n} has {a} {x}. {m} has {b} fewer than {n}. How many {x} do they have together?
+? {m} has {b} fewer {x} than {n}, who has {a}. How many {x} have both together?
+= {m} has {a} - {b} = {s} {x}.
 = Together: {a} + {s} = {t} {x}.
 
 times_as_many fold_total
-? {n} has {a} {x}. {m} has {c} times as many. How many {x} do they have together?
-? {m} has {c} times as many {x} as {n}, who has {a}. How many {x} have both together?
-= {m} has {a} x {c} = {s} {x}.
+? {n} has {a} {x}. {m} has {b} times as many. How many {x} do they have together?
+? {m} has {b} times as many {x} as {n}, who has {a}. How many {x} have both together?
+= {m} has {a} x {b} = {s} {x}.
 = Together: {s} + {a} = {t} {x}.
 
 age_difference fold_total
-? {n} is {a} years old. {m} is {c} times as old. How many years older is {m}?
-? {m} is {c} times as old as {n}, who is {a}. By how many years is {m} older?
-= {m} is {a} x {c} = {s} years old.
+? {n} is {a} years old. {m} is {b} times as old. How many years older is {m}?
+? {m} is {b} times as old as {n}, who is {a}. By how many years is {m} older?
+= {m} is {a} x {b} = {s} years old.
 = The difference is {s} - {a} = {u} years.
 
 nested_boxes times_times
@@ -258,10 +259,10 @@ nested_boxes times_times
 = They hold {s} x {c} = {t} {x}.
 
 sequence steps_up
-? A sequence starts at {a} and goes up by {c}. What is the fourth number?
-? {n} starts with {a} {x} and gets {c} more on each of three days. How many at the end?
-= First step: {a} + {c} = {s}.
-= Second step: {s} + {c} = {u}.
-= Third step: {u} + {c} = {t}."""
+? A sequence starts at {a} and goes up by {b}. What is the fourth number?
+? {n} starts with {a} {x} and gets {b} more on each of three days. How many at the end?
+= First step: {a} + {b} = {s}.
+= Second step: {s} + {b} = {u}.
+= Third step: {u} + {b} = {t}."""
 
 PROBLEMS: tuple[Problem, ...] = tuple(map(_problem, _TEXT.split("\n\n")))

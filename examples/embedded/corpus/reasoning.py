@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 
@@ -22,7 +22,8 @@ from examples.embedded.corpus.words import CONTAINERS, NAMES, THINGS
 
 MARKER = "Answer: "
 
-Numbers = dict[str, int]
+Numbers = Sequence[int]
+"""The numbers that a question gives, for the slots a, b, c and d."""
 
 
 def _small(rng: random.Random, count: int, most: int = 9) -> list[int]:
@@ -37,130 +38,109 @@ def _small_factors(rng: random.Random) -> tuple[int, int]:
 
 def _plus_minus(rng: random.Random) -> Numbers:
     a, b = _small(rng, 2)
-    return {"a": a, "b": b, "c": rng.randint(2, min(9, a + b - 2))}
-
-
-def _plus_plus(rng: random.Random) -> Numbers:
-    a, b, c = _small(rng, 3)
-    return {"a": a, "b": b, "c": c}
+    return a, b, rng.randint(2, min(9, a + b - 2))
 
 
 def _minus_minus(rng: random.Random) -> Numbers:
     b, c, left = _small(rng, 3, most=6)
-    return {"a": b + c + left, "b": b, "c": c}
-
-
-def _times_plus(rng: random.Random) -> Numbers:
-    a, b = _small_factors(rng)
-    return {"a": a, "b": b, "c": rng.randint(2, 9)}
+    return b + c + left, b, c
 
 
 def _times_minus(rng: random.Random) -> Numbers:
     a, b = _small_factors(rng)
-    return {"a": a, "b": b, "c": rng.randint(2, min(9, a * b - 2))}
+    return a, b, rng.randint(2, min(9, a * b - 2))
 
 
 def _minus_times(rng: random.Random) -> Numbers:
     """Draws a round c, as in paying or in a journey."""
     a, b = _small_factors(rng)
-    return {"a": a, "b": b, "c": 10 * rng.randint((a * b + 2 + 9) // 10, 3)}
+    return a, b, 10 * rng.randint((a * b + 2 + 9) // 10, 3)
 
 
 def _plus_times(rng: random.Random) -> Numbers:
     total, c = rng.randint(4, 9), rng.randint(2, 9)
     a = rng.randint(2, total - 2)
-    return {"a": a, "b": total - a, "c": c}
-
-
-def _rectangle(rng: random.Random) -> Numbers:
-    b, a = sorted(_small(rng, 2))
-    return {"a": a, "b": b}
+    return a, total - a, c
 
 
 def _divide_plus(rng: random.Random) -> Numbers:
     b, share, c = _small(rng, 3)
-    return {"a": b * share, "b": b, "c": c}
+    return b * share, b, c
 
 
 def _divide_times(rng: random.Random) -> Numbers:
     b, rate, c = _small(rng, 3)
-    return {"a": b * rate, "b": b, "c": c if c != b else c + 1}
+    return b * rate, b, c if c != b else c + 1
 
 
 def _plus_divide(rng: random.Random) -> Numbers:
     c = rng.randint(2, 4)
     total = c * rng.randint(3, 18 // c)
     a = rng.randint(max(2, total - 9), min(9, total - 2))
-    return {"a": a, "b": total - a, "c": c}
+    return a, total - a, c
 
 
 def _average_of_two(rng: random.Random) -> Numbers:
     mean = rng.randint(4, 9)
     gap = rng.randint(1, min(mean - 2, 5))
-    a, b = rng.choice(((mean - gap, mean + gap), (mean + gap, mean - gap)))
-    return {"a": a, "b": b}
+    return rng.choice(((mean - gap, mean + gap), (mean + gap, mean - gap)))
 
 
 def _average_of_three(rng: random.Random) -> Numbers:
     mean = rng.randint(5, 9)
     a, b = rng.randint(mean - 3, mean + 2), rng.randint(mean - 2, mean + 3)
-    return {"a": a, "b": b, "c": 3 * mean - a - b}
+    return a, b, 3 * mean - a - b
 
 
 def _minus_divide(rng: random.Random) -> Numbers:
     c, share = _small_factors(rng)
     b = rng.randint(2, 9)
-    return {"a": c * share + b, "b": b, "c": c}
-
-
-def _two_products(rng: random.Random) -> Numbers:
-    a, b, c, d = _small(rng, 4, most=4)
-    return {"a": a, "b": b, "c": c, "d": d}
-
-
-def _more_total(rng: random.Random) -> Numbers:
-    a, c = _small(rng, 2)
-    return {"a": a, "c": c}
+    return c * share + b, b, c
 
 
 def _fewer_total(rng: random.Random) -> Numbers:
-    c, fewer = _small(rng, 2)
-    return {"a": fewer + c, "c": c}
-
-
-def _fold_total(rng: random.Random) -> Numbers:
-    a, c = _small_factors(rng)
-    return {"a": a, "c": c}
+    b, fewer = _small(rng, 2)
+    return fewer + b, b
 
 
 def _times_times(rng: random.Random) -> Numbers:
     a, c = rng.randint(2, 4), rng.randint(2, 9)
-    return {"a": a, "b": rng.randint(2, 9 // a), "c": c}
+    return a, rng.randint(2, 9 // a), c
 
 
-def _steps_up(rng: random.Random) -> Numbers:
-    return {"a": rng.randint(2, 9), "c": rng.randint(2, 6)}
-
-
-_DRAWS: tuple[Callable[[random.Random], Numbers], ...] = (
-    *(_plus_minus, _plus_plus, _minus_minus, _times_plus),
-    *(_times_minus, _minus_times, _plus_times, _rectangle),
-    *(_divide_plus, _divide_times, _plus_divide, _average_of_two),
-    *(_average_of_three, _minus_divide, _two_products, _more_total),
-    *(_fewer_total, _fold_total, _times_times, _steps_up),
-)
 NUMBERS: Mapping[str, Callable[[random.Random], Numbers]] = MappingProxyType(
-    {draw.__name__[1:]: draw for draw in _DRAWS}
+    {
+        "plus_minus": _plus_minus,
+        "plus_plus": lambda rng: _small(rng, 3),
+        "minus_minus": _minus_minus,
+        "times_plus": lambda rng: (*_small_factors(rng), rng.randint(2, 9)),
+        "times_minus": _times_minus,
+        "minus_times": _minus_times,
+        "plus_times": _plus_times,
+        "rectangle": lambda rng: sorted(_small(rng, 2), reverse=True),
+        "divide_plus": _divide_plus,
+        "divide_times": _divide_times,
+        "plus_divide": _plus_divide,
+        "average_of_two": _average_of_two,
+        "average_of_three": _average_of_three,
+        "minus_divide": _minus_divide,
+        "two_products": lambda rng: _small(rng, 4, most=4),
+        "more_total": lambda rng: _small(rng, 2),
+        "fewer_total": _fewer_total,
+        "fold_total": _small_factors,
+        "times_times": _times_times,
+        "steps_up": lambda rng: (rng.randint(2, 9), rng.randint(2, 6)),
+    }
 )
-"""Ways to draw the numbers that a question gives, each named after the steps of its solution."""
+"""Ways to draw the numbers of a question, each named after the steps of its solution."""
 
 _STEP = re.compile(r"(\S+) ([-+x/]) (\S+) = \{(\w)\}")
 _APPLY = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator.floordiv}
 
 
-def _solved(solution: str, given: Numbers) -> Numbers:
+def _solved(solution: str, given: Numbers) -> dict[str, int]:
     """Returns the given numbers and the computed ones, of which the last is the result."""
-    numbers = dict(given)
+    numbers = dict(zip("abcd", given, strict=False))
     for left, sign, right, name in _STEP.findall(solution):
         operands = (int(one.format_map(numbers)) for one in (left, right))
         numbers[name] = _APPLY[sign](*operands)

@@ -1,8 +1,9 @@
-"""An empty folder to work in, and decoders that take no time or note what they decode."""
+"""An empty folder to work in, jobs that end early, and decoders that take no time or note what they
+decode."""
 
 import pytest
 
-from tests.infer.job.job_examples import quick_run
+from tests.infer.job.job_examples import quick_run, run
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.llm import LLM
 
@@ -17,6 +18,17 @@ def work(tmp_path, monkeypatch):
     """An empty folder to work in, so that messages name files without their folder."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def refusal(model, capsys):
+    """Runs a job that ends early; returns the last line of what it prints."""
+
+    def refused(*options, status=2, **paths):
+        assert run(model, *options, **paths) == status
+        return capsys.readouterr().err.splitlines()[-1]
+
+    return refused
 
 
 @pytest.fixture

@@ -70,43 +70,37 @@ def test_every_row_is_what_the_library_says_of_it(model, llm, capsys):
         extra = ["logprobs"] if own.get("logprobs", 2) is not None else []
         assert list(record) == [*KEYS, *extra, *(["samples"] if "n" in own else [])]
     samples = [sample for record in found for sample in record.get("samples", [record])]
+    assert sorted(os.listdir("out.jsonl.shards")) == ["job.json", "stats.json"]
     stats = read_json("out.jsonl.shards/stats.json")
-    assert (stats["rows"], stats["last_run"]["tokens"]) == (len(ROWS), stats["tokens"])
-    assert stats["tokens"] == sum(len(sample["token_ids"]) for sample in samples)
-    for name in ("num_forwards", "num_token_instances"):
-        assert stats[name] == sum(sample[name] for sample in samples)
-    per_forward = stats["tokens"] / stats["num_forwards"]
-    p_cache = stats["tokens"] / stats["num_token_instances"]
+    tokens = sum(len(sample["token_ids"]) for sample in samples)
+    forwards, instances = (sum(one[name] for one in samples) for name in KEYS[4:6])
+    expected = {
+        "rows": len(ROWS),
+        "error_rows": 0,
+        "shards": 4,
+        "tokens": tokens,
+        "num_forwards": forwards,
+        "num_token_instances": instances,
+        "tokens_per_forward": round(tokens / forwards, 4),
+        "p_cache": round(tokens / instances, 4),
+    }
+    for ours, theirs in (("mask_drafts", "masks"), ("lookup_drafts", "lookup")):
+        for end in ("", "_accepted"):
+            expected[ours + end] = sum(one["drafts"][theirs + end] for one in samples)
+    assert stats["mask_drafts"] > 0
+    assert {name: stats[name] for name in expected} == expected
+    assert stats["output"]["bytes"] == Path("out.jsonl").stat().st_size
+    assert stats["last_run"]["tokens"] == tokens
     assert out == ""
     summary = err.splitlines()[-1]
-    assert summary.startswith(f"out.jsonl: {len(ROWS)} records, {stats['tokens']} tokens in ")
-    assert f"{per_forward:.2f} tokens per forward, p_cache {p_cache:.2f})" in summary
+    assert summary.startswith(f"out.jsonl: {len(ROWS)} records, {tokens} tokens in ")
+    ratios = f"{tokens / forwards:.2f} tokens per forward, p_cache {tokens / instances:.2f})"
+    assert ratios in summary
     assert summary.endswith("s of compiling")
     # Wherever a row stands, it is the same.
     write([{**one, "id": name} for name, one in zip(names, records, strict=True)][::-1], "b.jsonl")
     assert run(model, *options.split(), "--shard-size", "2", input="b.jsonl", output="b") == 0
     assert results("b") == found[::-1]
-
-
-def test_a_file_leaves_its_facts_and_no_shards(model):
-    write(words(8))
-    assert run(model, "--shard-size", "3") == 0
-    assert sorted(os.listdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.shards"]
-    assert sorted(os.listdir("out.jsonl.shards")) == ["job.json", "stats.json"]
-    stats = read_json("out.jsonl.shards/stats.json")
-    records = results()
-    assert (stats["rows"], stats["error_rows"], stats["shards"]) == (8, 0, 3)
-    assert stats["tokens"] == sum(len(record["token_ids"]) for record in records)
-    assert stats["num_forwards"] == sum(record["num_forwards"] for record in records)
-    assert stats["num_token_instances"] == sum(record["num_token_instances"] for record in records)
-    masks = [record["drafts"]["masks"] for record in records]
-    assert stats["mask_drafts"] == sum(masks) > 0
-    assert stats["mask_drafts_accepted"] == sum(one["drafts"]["masks_accepted"] for one in records)
-    assert stats["lookup_drafts"] == stats["lookup_drafts_accepted"] == 0
-    assert stats["tokens_per_forward"] == round(stats["tokens"] / stats["num_forwards"], 4)
-    assert stats["p_cache"] == round(stats["tokens"] / stats["num_token_instances"], 4)
-    assert stats["output"]["bytes"] == Path("out.jsonl").stat().st_size
-    assert stats["last_run"]["tokens"] == stats["tokens"]
 
 
 def test_a_folder_has_shards_with_manifests(model, quick):
@@ -191,48 +185,40 @@ def test_tools_and_template_variables_of_a_record_reach_the_template(llm, monkey
         prompt_of(messages=turn, tools=5)
 
 
-def test_a_finished_file_is_kept_from_another_job(model, quick, capsys):
+def test_a_file_of_another_job_or_of_no_job_is_kept(model, quick, refusal):
     write(words(4))
     assert run(model) == 0
     whole = Path("out.jsonl").read_bytes()
-    assert run(model, "--temperature", "0.5") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert "out.jsonl: holds finished records of another job (temperature is 0.0 there" in error
-    assert Path("out.jsonl").read_bytes() == whole
-    assert run(model, "--temperature", "0.5", "--overwrite") == 0
-    assert Path("out.jsonl").read_bytes() != whole
-
-
-def test_what_no_job_has_written_is_kept(model, quick, capsys):
-    write(words(4))
-    write([{"prompt": "mine"}], "out.jsonl")
-    before = Path("out.jsonl").read_bytes()
-    assert run(model) == 2
-    assert "out.jsonl: exists, but was not written by a job; choose" in capsys.readouterr().err
-    assert Path("out.jsonl").read_bytes() == before
-    assert not Path("out.jsonl.shards").exists()
-    assert run(model, "--overwrite") == 0
-    assert Path("out.jsonl").read_bytes() != before
+    write([{"prompt": "mine"}], "mine.jsonl")
+    mine = Path("mine.jsonl").read_bytes()
+    finished = "out.jsonl: holds finished records of another job (temperature is 0.0 there"
+    foreign = "mine.jsonl: exists, but was not written by a job; choose"
+    for name, before, message in (("out.jsonl", whole, finished), ("mine.jsonl", mine, foreign)):
+        assert message in refusal("--temperature", "0.5", output=name)
+        assert Path(name).read_bytes() == before
+        assert not Path("mine.jsonl.shards").exists()
+        assert run(model, "--temperature", "0.5", "--overwrite", output=name) == 0
+        assert Path(name).read_bytes() != before
     write([{"prompt": "mine"}], "folder/mine.jsonl")
-    assert run(model, "--overwrite", output="folder") == 2
     expected = "folder: expected a new folder or a job's, but it contains mine.jsonl"
-    assert expected in capsys.readouterr().err
+    assert expected in refusal("--overwrite", output="folder")
 
 
 @pytest.mark.parametrize("output", ["out", "out.jsonl"])
-def test_a_full_disk_is_told_and_what_was_decoded_stays(work, model, quick, output, capsys):
+def test_a_full_disk_is_told_and_what_was_decoded_stays(work, quick, output, refusal):
     write(words(400))
     with small_disk(work / "disk", 64 * 1024) as disk:
         where = str(disk / output)
-        assert run(model, output=where) == STORAGE_FAILED
-        printed = capsys.readouterr().err.splitlines()[-1]
+        printed = refusal(status=STORAGE_FAILED, output=where)
         assert printed.startswith(f"wedlm generate: {where}")
         assert "cannot be written (No space left on device)" in printed
         assert list(disk.glob("*/parts/*.part"))
 
 
 @pytest.mark.parametrize("output", ["out", "out.parquet"])
-def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(work, model, quick, output, capsys):
+def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(
+    work, model, quick, output, capsys, refusal
+):
     write(words(5))
     with small_disk(work / "disk", 2**20) as disk:
         where = str(disk / output)
@@ -242,7 +228,6 @@ def test_a_finished_job_is_finished_on_a_disk_that_is_read_only(work, model, qui
         assert run(model, "--shard-size", "2", output=where) == 0
         printed = capsys.readouterr().err.splitlines()
         assert printed == [f"{where} is already complete, with 5 records"]
-        assert run(model, "--seed", "1", output=where) == 2
-        assert " of another job (seed is 0 there and 1 here)" in capsys.readouterr().err
-        assert run(model, output=str(disk / "new")) == 2
-        assert "cannot be written (Read-only file system)" in capsys.readouterr().err
+        another = " of another job (seed is 0 there and 1 here)"
+        assert another in refusal("--seed", "1", output=where)
+        assert "cannot be written (Read-only file system)" in refusal(output=str(disk / "new"))

@@ -84,15 +84,14 @@ def _few_records(monkeypatch):
 BAD = [{"prompt": 5}]
 
 
-def test_a_limit_ends_a_job_that_another_lets_go_on(model, quick, capsys):
+def test_a_limit_ends_a_job_that_another_lets_go_on(model, quick, refusal):
     write([*words(3), *BAD, *words(3), *BAD, *words(2), *BAD, *words(9)])
     assert run(model, output="whole") == 0
     assert run(model, "--max-errors", "3", output="three") == 0
-    assert run(model, "--max-errors", "2", "--shard-size", "4", output="out") == BAD_DATA
-    printed = capsys.readouterr().err.splitlines()[-1]
-    assert printed.startswith(
-        "wedlm generate: 3 records are bad, more than --max-errors 2, such as "
-    )
+    options = ("--max-errors", "2", "--shard-size", "4")
+    printed = refusal(*options, status=BAD_DATA, output="out")
+    more = "wedlm generate: 3 records are bad, more than --max-errors 2, such as "
+    assert printed.startswith(more)
     assert "in.jsonl line 11: prompt: expected a text, not 5; " in printed
     assert "records are kept in out; the same command continues from there" in printed
     assert not Path("out", STATS).exists()
@@ -100,11 +99,10 @@ def test_a_limit_ends_a_job_that_another_lets_go_on(model, quick, capsys):
     assert contents("out") == contents("whole")
 
 
-def test_the_first_records_end_a_job_if_all_are_bad(model, quick, capsys):
+def test_the_first_records_end_a_job_if_all_are_bad(model, quick, refusal):
     write([*BAD * 12, *words(3)])
-    assert run(model) == BAD_DATA
-    printed = capsys.readouterr().err.splitlines()[-1]
-    assert "all of the first 10 records are bad, such as in.jsonl line 10: prompt: expec" in printed
+    expected = "all of the first 10 records are bad, such as in.jsonl line 10: prompt: expected a"
+    assert expected in refusal(status=BAD_DATA)
     assert run(model) == 0, "given again it goes on: the first are kept"
     assert ["error" in record for record in results()] == [True] * 12 + [False] * 3
 
