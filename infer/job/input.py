@@ -36,13 +36,7 @@ from infer.job.prompt_record import (
     record_id,
     record_seed,
 )
-from infer.job.result_record import (
-    OUTPUT_KEYS,
-    TooDeep,
-    as_json,
-    error_record,
-    refuse_output_keys,
-)
+from infer.job.result_record import OUTPUT_KEYS, TooDeep, as_json, error_record, refuse_output_keys
 from wedlm_jax.errors import InputError, file_error
 from wedlm_jax.host.atomic import naming, writer_name
 from wedlm_jax.params import SamplingParams

@@ -15,15 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from infer.job.input import (
-    SPOOL,
-    RecordIndex,
-    Source,
-    Workload,
-    build_index,
-    find_input,
-    spool,
-)
+from infer.job.input import SPOOL, RecordIndex, Source, Workload, build_index, find_input, spool
 from infer.job.prompt_record import hint_of
 from infer.job.result_record import Counts, writable, write_results
 from infer.job.shard_decoder import (

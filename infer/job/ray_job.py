@@ -19,14 +19,7 @@ from infer.job.job import Job, Output, merged_before
 from infer.job.result_record import Counts
 from infer.job.shard_decoder import GracefulStop, JobProgress, ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, identity_of, read_job
-from wedlm_jax.errors import (
-    BadData,
-    InputError,
-    StorageFailure,
-    counted,
-    exit_status,
-    shortened,
-)
+from wedlm_jax.errors import BadData, InputError, StorageFailure, counted, exit_status, shortened
 from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:

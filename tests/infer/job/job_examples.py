@@ -53,20 +53,20 @@ def words(count=8):
 
 
 def run(model, *options, input="in.jsonl", output="out.jsonl"):
-    files = ["--input", input, "--output", output]
+    """Runs a job; several inputs are separated by spaces."""
+    files = ["--input", *input.split(), "--output", output]
     return main(["generate", "--model", str(model), *files, *SHAPE, *options])
 
 
-def results(name="out.jsonl"):
-    """The rows of a file, or of a folder's shards in order."""
+def contents(name="out.jsonl"):
+    """The bytes of a file, or of a folder's shards in order."""
     path = Path(name)
     files = sorted(path.glob("rows-*.jsonl")) if path.is_dir() else [path]
-    return [json.loads(line) for file in files for line in file.read_bytes().splitlines()]
+    return b"".join(file.read_bytes() for file in files)
 
 
-def contents(name):
-    """All rows of a folder of shards, as bytes."""
-    return b"".join(path.read_bytes() for path in sorted(Path(name).glob("rows-*.jsonl")))
+def results(name="out.jsonl"):
+    return [json.loads(line) for line in contents(name).splitlines()]
 
 
 def as_record(name, completion):
@@ -160,12 +160,20 @@ def command_in_child(arguments):
         sys.exit(main(["generate", *arguments]))
 
 
-def start(model, *options, output="out"):
-    """For `multiprocessing`: its server has imported the project already, so that a child is
+def processes():
+    """Makes child processes of a server that has imported the project already, so that each is
     ready in a moment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    arguments = ["--model", str(model), "--input", "in.jsonl", "--output", output]
-    child = context.Process(target=command_in_child, args=([*arguments, *SHAPE, *options],))
+    return context
+
+
+def start(model, *options):
+    arguments = ["--model", str(model), "--input", "in.jsonl", "--output", "out"]
+    child = processes().Process(target=command_in_child, args=([*arguments, *SHAPE, *options],))
     child.start()
     return child
+
+
+def ask_to_end():
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -19,11 +19,11 @@ from tests.infer.job.job_examples import (
     lines,
     results,
     run,
+    stop_after,
     words,
     write,
     write_parquet,
 )
-from wedlm_jax.__main__ import main
 from wedlm_jax.records.files import JSONL, RecordFile
 
 
@@ -39,9 +39,7 @@ def test_files_and_folders_are_one_row_after_the_other(work, model, quick, capsy
     write([{"id": "never"}], "folder/.hidden/x.jsonl")
     write([{"id": "never"}], "folder/notes.md")
     inputs = ["first.jsonl", "folder", "prompts"]
-    command = ["generate", "--model", str(model), "--max-tokens", "24", "--window-size", "4"]
-    more = ["--batch-size", "4", "--shard-size", "4"]
-    assert main([*command, *more, "--input", *inputs, "--output", "out"]) == 0
+    assert run(model, "--shard-size", "4", input=" ".join(inputs), output="out") == 0
     done = results("out")
     assert [record["id"] for record in done] == [record["id"] for record in records]
     assert (done[7]["line"], done[7]["file"]) == (5, "folder/b/c.jsonl")
@@ -52,13 +50,13 @@ def test_files_and_folders_are_one_row_after_the_other(work, model, quick, capsy
     for name in inputs:
         Path(name).rename(work / "moved" / name)
     again = [f"{work}/moved/{name}" for name in inputs]
-    assert main([*command, *more, "--input", *again, "--output", "out"]) == 0
+    assert run(model, input=" ".join(again), output="out") == 0
     # In another order it is not.
-    assert main([*command, *more, "--input", *again[::-1], "--output", "out"]) == 2
+    assert run(model, input=" ".join(again[::-1]), output="out") == 2
 
 
 @pytest.mark.parametrize("name", ["-", "fifo"])
-def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, capsys, refusal):
+def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, refusal):
     content = lines([*words(7), {"promt": "a"}])
 
     def piped():
@@ -75,10 +73,7 @@ def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, caps
             writer.join()
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            "infer.job.job.decode_share",
-            lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
-        )
+        stop_after(0, KeyboardInterrupt(), patch)
         assert piped() == 130
     (spooled,) = Path("out").glob("spooled-*.jsonl")
     assert spooled.read_bytes() == content
@@ -93,8 +88,8 @@ def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, caps
         assert results("out") == records
         assert not list(Path("out").glob("spooled-*"))
     write(words(2), "more.jsonl")
-    assert main(["generate", "--input", name, "more.jsonl", "--output", "out"]) == 2
-    assert "a pipe is read alone, without other input" in capsys.readouterr().err
+    alone = "a pipe is read alone, without other input"
+    assert alone in refusal(input=f"{name} more.jsonl", output="out")
     several = refusal("--num-hosts", "2", "--host-id", "0", input=name, output="out")
     assert "several hosts cannot read one pipe" in several
 
@@ -148,8 +143,7 @@ def test_paths_and_files_that_cannot_be_used(work, inputs, output, message, caps
         for how, content in (("cut", cut), ("no", lines(RECORDS)), ("broken", broken)):
             Path(f"{how}.jsonl.{ending}").write_bytes(content)
     before = {path: path.is_file() and path.read_bytes() for path in work.rglob("*")}
-    files = ["--input", *inputs.split(), "--output", output]
-    assert main(["generate", "--model", "never-loaded", *files]) == 2
+    assert run("never-loaded", input=inputs, output=output) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("wedlm generate: ")
     assert message in printed
@@ -208,13 +202,8 @@ def test_the_digest_tells_inputs_apart_and_not_where_they_are(tmp_path):
         return build_index([file_of(tmp_path / n, c) for n, c in named], 5).digest
 
     assert digest(a) == digest(a, names="q") != digest(b)
-    several = [
-        digest(a, b),
-        digest(b, a),
-        digest(a + b),
-        digest(a, b, names="pq"),
-        digest(a, b, b""),
-    ]
+    several = [digest(a, b), digest(b, a), digest(a + b), digest(a, b, names="pq")]
+    several.append(digest(a, b, b""))
     assert len(set(several)) == len(several)
     assert digest(a, b) == several[0]
 

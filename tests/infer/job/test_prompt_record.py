@@ -21,15 +21,7 @@ from infer.job.prompt_record import (
     record_seed,
 )
 from tests.examples.tiny_checkpoint import VOCAB_SIZE
-from tests.infer.job.job_examples import (
-    KEYS,
-    lines,
-    quick_run,
-    results,
-    run,
-    words,
-    write,
-)
+from tests.infer.job.job_examples import KEYS, lines, quick_run, results, run, words, write
 from wedlm_jax.errors import BAD_DATA, InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams

@@ -10,15 +10,7 @@ from infer import generate
 from infer.job.input import Place, Shard, Workload, build_index, find_input
 from infer.job.job import find_output
 from infer.job.ray_job import SHARDS_PER_TASK, _groups, _ShardActor
-from tests.infer.job.job_examples import (
-    contents,
-    interrupt,
-    read_json,
-    results,
-    run,
-    words,
-    write,
-)
+from tests.infer.job.job_examples import contents, interrupt, read_json, results, run, words, write
 from wedlm_jax.params import SamplingParams
 
 

@@ -12,15 +12,7 @@ import pytest
 
 from infer.job import result_record
 from infer.job.result_record import OUTPUT_KEYS
-from tests.infer.job.job_examples import (
-    KEYS,
-    read_json,
-    results,
-    run,
-    words,
-    write,
-    write_parquet,
-)
+from tests.infer.job.job_examples import KEYS, read_json, results, run, words, write, write_parquet
 from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.records.parquet import without_nulls
 
@@ -29,13 +21,8 @@ MINE = {"topic": {"name": "naïve", "tags": [1, None, {}]}, "source": None, "sco
 
 def test_results_and_errors_have_them(model, quick, capsys):
     many = {"prompt": "d", "sampling": {"n": 2, "temperature": 1}, "x": 2}
-    records = [
-        {"prompt": "a", **MINE},
-        {"prompt": 5, **MINE},
-        {"prompt": "b"},
-        {"prompt": "c", "x": 1},
-    ]
-    write([*records, many])
+    own = [{"prompt": "a", **MINE}, {"prompt": 5, **MINE}]
+    write([*own, {"prompt": "b"}, {"prompt": "c", "x": 1}, many])
     assert run(model) == 0
     good, bad, none, other, several = results()
     assert list(several) == [*KEYS, "samples", "x"]

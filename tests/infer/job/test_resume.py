@@ -15,6 +15,7 @@ import pytest
 from infer.job.part_file import FORMAT, PartFile
 from infer.job.shard_folder import _part_records
 from tests.infer.job.job_examples import (
+    ask_to_end,
     contents,
     interrupt,
     read_json,
@@ -111,7 +112,7 @@ class BrokenJob:
         return status, done
 
     def result(self):
-        return contents("out") if self._output == "out" else Path(self._output).read_bytes()
+        return contents(self._output)
 
     def stats(self):
         stats = read_json(self.folder / "stats.json")
@@ -340,10 +341,6 @@ def test_what_else_ends_a_job_loses_nothing(model, quick, monkeypatch, decoded, 
 
 
 # --- SIGTERM --------------------------------------------------------------------------------
-
-
-def ask_to_end():
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(

@@ -14,7 +14,7 @@ from infer.job import shard_decoder
 from infer.job.result_record import Counts
 from infer.job.shard_decoder import GracefulStop, JobProgress, JobStopped
 from infer.job.shard_folder import STATS
-from tests.infer.job.job_examples import contents, results, run, words, write
+from tests.infer.job.job_examples import ask_to_end, contents, results, run, words, write
 from wedlm_jax.errors import BAD_DATA
 from wedlm_jax.host.progress import ProgressBar
 
@@ -47,17 +47,13 @@ def test_rates_count_this_run_only():
     assert shown(first) == "20 of 100 records, 0 tokens/s, 0.00 tokens per forward\n"
 
 
-def ask():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_the_second_ends_the_process_at_once(monkeypatch):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
     with GracefulStop(grace=1000) as stop, stop.finishing():
-        ask()
+        ask_to_end()
         assert ends == []
-        ask()
+        ask_to_end()
     assert ends == [143]
     assert not issubclass(JobStopped, Exception), "handlers of errors let it pass"
 

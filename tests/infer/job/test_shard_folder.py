@@ -5,7 +5,6 @@ import errno
 import fcntl
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
@@ -17,15 +16,7 @@ from infer.job.input import Shard
 from infer.job.part_file import InUse
 from infer.job.shard_decoder import JobProgress
 from infer.job.shard_folder import JOB, ShardFolder, folder_digest
-from tests.infer.job.job_examples import (
-    PRELOADED,
-    interrupt,
-    read_json,
-    results,
-    run,
-    words,
-    write,
-)
+from tests.infer.job.job_examples import interrupt, processes, read_json, results, run, words, write
 from wedlm_jax.errors import InputError
 
 
@@ -100,8 +91,7 @@ def claims(barrier, pipe, folder, seed, links):
 @pytest.mark.parametrize("seeds", [[1, 2], pytest.param([1, 2, 2, 3], marks=pytest.mark.full)])
 def test_of_jobs_that_begin_at_once_one_gets_the_folder(tmp_path, seeds, links):
     """Without locks, as between hosts on a mounted bucket."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = processes()
     barrier = context.Barrier(len(seeds))
     pipes = [context.Pipe(duplex=False) for _ in seeds]
     children = [
