@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.options import add_numbers, new_parser
-from benchmarks.torch_step import TorchStep, check_torch
+from benchmarks.torch_step import TorchStep
 from infer.bench.measure import Report, by_turns, table
 from train.step import LossFn, Objective, accumulate, prepare
 from train.step_cost import forward_flops
@@ -31,7 +31,7 @@ from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.checkpoint.names import arrays_from_model, dotted_path
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import DualStreamBatch, PackedRows
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, require_extra
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.model import Transformer
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError("--prompt-share: expected a number between 0 and 1")
     rivals = getattr(options, "rival", RIVALS if share is None else ())
     if rivals:
-        check_torch()
+        require_extra("a step in PyTorch", "rival", "torch")
     report, transformer = Report(options.output), Transformer(SHAPE, rngs=nnx.Rngs(0))
     for length in options.lengths:
         if share is None:

@@ -15,21 +15,12 @@ import numpy as np
 from infer.bench.measure import num_cores
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import DualStreamBatch
-from wedlm_jax.errors import InputError, require_extra
+from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig, masked_weights
 from wedlm_jax.model.rope import rope_tables
 
 STACKED = "layers."
 """Prefix of the paths of stacked parameters."""
-
-
-def check_torch() -> None:
-    """Checks that PyTorch is installed, before anything is measured.
-
-    Raises:
-      InputError: PyTorch is not installed.
-    """
-    require_extra("a step in PyTorch", "rival", "torch")
 
 
 class TorchStep:
@@ -98,7 +89,6 @@ class TorchStep:
             self._loss = torch.compile(self._loss, dynamic=False)
 
     def run(self) -> float:
-        """Computes loss and gradients; returns the loss once both are ready."""
         import torch
 
         for weights in (self._others, *self._layers):
@@ -117,8 +107,6 @@ class TorchStep:
         return float(loss.item())
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Returns the gradients of the last `run`, by the paths of the parameters."""
-
         def gradient(weight: Any) -> np.ndarray:
             return np.asarray(weight.grad.cpu().numpy())
 

@@ -73,9 +73,8 @@ def main(arguments: Sequence[str]) -> int:
         here = [row for row in rows if row["regime"] == regime]
         front = pareto(here)
         if front:
-            cells = [{name: _cell(row, name) for name in COLUMNS} for row in front]
             title = f"{regime.replace('_', ' ')}: no other beats these in accuracy and forwards"
-            console.print(table(title, cells))
+            console.print(table(title, list(map(_cells, front))))
     if options.plot is not None:
         draw(rows, Path(options.plot))
     return 0
@@ -208,10 +207,8 @@ def block_wise(
 
 # --- what is shown ---------------------------------------------------------------------------
 
-COLUMNS = ("decoder", "W", "λ", "right, %", "against AR", "tokens / forward", "p_cache")
 
-
-def _cell(row: Row, column: str) -> str | float:
+def _cells(row: Row) -> dict[str, Any]:
     streams = row["kind"] not in ("AR", "verified")
     return {
         "decoder": row["decoder"],
@@ -221,7 +218,7 @@ def _cell(row: Row, column: str) -> str | float:
         "against AR": "" if row["speed"] is None else f"{row['speed']:.2f}×",
         "tokens / forward": row["tokens_per_forward"],
         "p_cache": row["p_cache"],
-    }[column]
+    }
 
 
 def pareto(rows: Sequence[Row]) -> list[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 import numpy as np
 
@@ -46,5 +46,5 @@ def mixed(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
 
 
 def _by_turns(regimes: Regimes, count: int) -> list[Question]:
-    each = list(regimes.values())
-    return [each[i % len(each)][i // len(each) % len(each[i % len(each)])] for i in range(count)]
+    turns = zip(*map(cycle, regimes.values()), strict=True)
+    return list(islice(chain.from_iterable(turns), count))

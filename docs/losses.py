@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+from infer.plots import new_figure, save_figure
+
 KINDS = {"mlm_loss": "masked tokens", "ar_loss": "next tokens"}
 LAST = 10
 
@@ -22,11 +24,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--plot", type=Path, required=True, metavar="FILE", help="an .svg to write")
     options = parser.parse_args(arguments)
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = new_figure(10, 4)
     for axes, (kind, title) in zip(figure.subplots(1, 2), KINDS.items(), strict=True):
         for run in options.runs:
             steps, values = losses(run, kind)
@@ -36,7 +34,7 @@ def main(arguments: list[str]) -> int:
         axes.set(xlabel="step", ylabel="loss, nats", title=title)
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(options.plot, metadata={"Date": None})
+    save_figure(figure, options.plot)
     return 0
 
 
