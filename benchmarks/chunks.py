@@ -170,12 +170,8 @@ def _long_prompt(engine: Engine, subject: Subject, tokens: int) -> _Pass:
 
 
 def _until_computed(engine: Engine, tokens: int, at_once: int | None) -> list[_Burst]:
-    """Runs bursts until the long prompt is computed.
-
-    Args:
-      at_once: forwards per burst; None: as many as the prompt probably still needs, since later
-        forwards are of no interest.
-    """
+    """Runs bursts of ``at_once`` forwards until the long prompt is computed; None: of as many as it
+    probably still needs, since later forwards are of no interest."""
     bursts: list[_Burst] = []
     computed, each = 0, 1.0
     while computed < tokens:
@@ -197,11 +193,7 @@ def _submit_others(engine: Engine, subject: Subject) -> None:
 
 
 def _burst(engine: Engine, left: int, forwards: int) -> _Burst:
-    """Runs a burst.
-
-    Args:
-      left: tokens of the long prompt still to compute.
-    """
+    """Runs a burst, before which ``left`` tokens of the long prompt are still to compute."""
     before, started = int(engine.device.counters[0]), time.perf_counter()
     events = engine.step(max_forwards=forwards)
     seconds = time.perf_counter() - started

@@ -12,12 +12,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A streamed call of /v1/completions.
-
-    Attributes:
-      fields: fields of the body.
-      leave_after: number of tokens after which the client disconnects; None for never.
-    """
+    """A streamed call of /v1/completions: the fields of its body, and after how many tokens the
+    client disconnects (None for never)."""
 
     fields: dict[str, Any]
     leave_after: int | None = None
@@ -28,7 +24,6 @@ class Heard:
     """What a client received.
 
     Attributes:
-      token_ids: token ids in order.
       first: seconds to the first token.
       gaps: seconds between two pieces, divided by the tokens of the second.
       finish_reason: None if the client disconnected.

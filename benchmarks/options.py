@@ -52,11 +52,8 @@ SHAPES = {"embedded": _EMBEDDED, "qwen3-0.6b": _QWEN3}
 
 
 def new_parser(name: str, description: str | None, *, passes: int | None = 3) -> CommandParser:
-    """Returns the parser of a benchmark. Options without a default are absent unless given.
-
-    Args:
-      passes: the default of ``--passes``; None leaves the option out.
-    """
+    """Returns the parser of a benchmark, without ``--passes`` if its default ``passes`` is None.
+    Options without a default are absent unless given."""
     parser = CommandParser(
         prog=f"python -m benchmarks.{name}",
         description=description,

@@ -119,11 +119,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def timed_by_turns(steps: Mapping[str, Step], passes: int, title: str) -> list[dict[str, Any]]:
-    """Runs each step once, compares their results, and measures them; returns a row for each.
-
-    Raises:
-      StepsDiffer: results disagree, before anything is timed.
-    """
+    """Runs each step once, compares their results (`check_agreement`), and measures them; returns a
+    row for each."""
     for step in steps.values():
         step.run()
     check_agreement(steps)
@@ -162,13 +159,7 @@ class Step(Protocol):
 
 
 class JaxStep:
-    """Runs the step of `train.step`.
-
-    Args:
-      model: the model to train.
-      rows: packed rows ``[R, L]``.
-      loss: how the loss is computed.
-    """
+    """Runs the step of `train.step` on packed rows ``[R, L]``."""
 
     def __init__(self, model: Transformer, rows: PackedRows, loss: LossConfig):
         self.flops = _flops(model.config, rows)
@@ -276,11 +267,7 @@ def conversations(
 
 
 def check_agreement(steps: Mapping[str, Step]) -> None:
-    """Compares losses and gradients with those of the first step.
-
-    Raises:
-      StepsDiffer: two disagree; the message says in what.
-    """
+    """Raises `StepsDiffer` if losses or gradients differ from those of the first step."""
     names = list(steps)
     expected_loss, expected = steps[names[0]].run(), steps[names[0]].gradients()
     for name in names[1:]:

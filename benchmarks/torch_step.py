@@ -31,7 +31,6 @@ class TorchStep:
       parameters: arrays by the dotted paths of `wedlm_jax.checkpoint.names.arrays_from_model`,
         layers stacked.
       batch, denominators, loss: what `train.step` computes, ``[R, ...]``.
-      flops: operations in the step's products.
       compiled: whether `torch.compile` compiles the forward and backward pass.
     """
 

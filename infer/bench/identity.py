@@ -30,8 +30,7 @@ class Agreement:
     Attributes:
       way: AR, a window in mode verified, or drafts from the text.
       dtype: dtype of weights and cache.
-      prompts, tokens: number of prompts, and of tokens in their completions.
-      tokens_per_forward: tokens per forward of these completions.
+      tokens: number of tokens in the completions of all prompts.
       differ: number of completions that differ from AR's.
       median_margin, largest_margin: nats between AR's two most likely tokens where completions
         first differ; for AR itself, at all places. None if there is no such place.

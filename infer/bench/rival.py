@@ -66,13 +66,11 @@ class Rival:
         sequences: int,
         lookup: bool = False,
     ) -> list[list[int]]:
-        """Completes prompts greedily in order, ``sequences`` at a time, padded on the left.
+        """Completes prompts greedily in order, ``sequences`` at a time, padded on the left; returns
+        the tokens of each completion, its end of text included, as in `Completion.token_ids`.
 
         Args:
           lookup: whether drafts come from the text; transformers supports one sequence at a time.
-
-        Returns:
-          the tokens of each completion, its end of text included, as in `Completion.token_ids`.
         """
         answers: list[list[int]] = []
         options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
@@ -86,14 +84,11 @@ class Rival:
     ) -> list[list[int]]:
         """Completes prompts greedily in mode "paper", one after another, without a cache: each
         forward runs over the whole text and its window, as diffusion decoders without a causal
-        window have to.
+        window have to. Returns the same as `decode`.
 
         Args:
           window: W, the uncommitted slots.
           params: max_tokens, entropy_threshold and position_penalty.
-
-        Returns:
-          the tokens of each completion, its end of text included, as in `Completion.token_ids`.
         """
         return [self._recompute(prompt, window, params) for prompt in prompts]
 

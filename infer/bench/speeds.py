@@ -72,7 +72,6 @@ class Speed:
     """One way to decode a set of prompts.
 
     Attributes:
-      way, regime: names.
       sequences: number of sequences that decode together.
       prompts, tokens, forwards: counts of one pass over all prompts.
       seconds: wall-clock time of each timed pass, prefill included, compiling excluded.

@@ -75,8 +75,7 @@ def judge(problem: Mapping[str, Any], completions: Sequence[str]) -> dict[str, f
     """Returns whether the function parses as Python and, if programs may run, whether it passes.
 
     Args:
-      problem: a record of `problems`.
-      completions: its completions, as the harness passes them: exactly one.
+      completions: of a record of `problems`, as the harness passes them: exactly one.
     """
     (completion,) = completions
     parses = _parses(problem["prompt"] + completion)
@@ -97,15 +96,11 @@ def _parses(program: str) -> bool:
 
 
 def run_program(problem: Mapping[str, Any], completion: str, *, timeout: float = TIMEOUT) -> str:
-    """Runs the tests of a HumanEval problem on a completion.
+    """Runs the tests of a HumanEval problem on a completion, for at most ``timeout`` seconds.
+    Returns "passed", "timed out", or "failed: " and the reason.
 
     Args:
       problem: a mapping with ``prompt``, ``test`` and ``entry_point``.
-      completion: what follows the prompt.
-      timeout: seconds that the program may take.
-
-    Returns:
-      "passed", "timed out", or "failed: " and the reason.
     """
     given = {name: problem[name] for name in ("prompt", "test", "entry_point")}
     order = json.dumps({"problem": given, "completion": completion, "timeout": timeout})

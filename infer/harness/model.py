@@ -284,12 +284,8 @@ class HarnessModel(TemplateLM):
         return prepared
 
     def _sampling(self, arguments: dict[str, Any], repeat: int) -> SamplingParams:
-        """Returns the sampling parameters of a request.
-
-        Args:
-          arguments: arguments of the task, under the harness's names.
-          repeat: number of equal requests before this one.
-        """
+        """Returns the sampling parameters of a request from its task's arguments, under the
+        harness's names, and the number of equal requests before it."""
         given: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.params.max_tokens))
         fields = {name: given.pop(name) for name in OPTIONS if name in given}
         for name in given.keys() - NOT_SAMPLING:

@@ -220,7 +220,6 @@ class Shard:
     Attributes:
       number: from 0.
       first: number of its first record in the whole input, from 0.
-      records: number of its records.
       place: where its first record begins.
     """
 
@@ -236,11 +235,9 @@ class RecordIndex:
     per shard.
 
     Attributes:
-      records: number of records.
       digest: hash of the files' contents, and of their names if there are several.
       sizes: sizes of the files in bytes.
       shard_size: records per shard; the last may have fewer.
-      shards: in order.
       repeated: int64 ``[R]``, sorted: numbers of records with the id of an earlier one.
       originals: int64 ``[R]``: numbers of these earlier records.
       extra_keys: keys that the output repeats; at most `MOST_EXTRA_KEYS`.
@@ -272,8 +269,6 @@ def build_index(
     """Reads the whole input once.
 
     Args:
-      files: in the order of their records.
-      shard_size: records per shard.
       tell: called every `TELL_EVERY` records with the number read so far.
       columns: for Parquet output, collects the types of ids and extra keys.
 
@@ -409,8 +404,6 @@ class Workload:
     """Reads and checks the records of a shard when it is decoded.
 
     Attributes:
-      files: the input, in order.
-      index: their index among the records.
       params: sampling parameters that a record may override; with a seed, so that a restart gives
         the same samples.
       chat: whether a ``prompt`` is a user message, for the chat template.

@@ -359,7 +359,7 @@ def finish(folder: ShardFolder, run: dict[str, Any], columns: Columns | None = N
 
     Args:
       run: the entry in `STATS` about the run that finished the job.
-      columns: types of ids and extra keys, for Parquet; None for JSONL.
+      columns: as in `write_results`; None for JSONL.
 
     Raises:
       InputError: a shard does not match its manifest, or the output cannot be written.

@@ -55,10 +55,8 @@ class PartFile:
     """A file of finished records, to which more are appended.
 
     Args:
-      folder: the folder of part files.
-      name: the shard's name.
       header: identifies the job, as JSON values. Records under another header are dropped.
-      numbers: numbers of the shard's records.
+      numbers: of the shard's records.
 
     Raises:
       InUse: another process is decoding the shard.

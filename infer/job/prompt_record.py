@@ -59,11 +59,8 @@ def record_fields(content: Content) -> Mapping[str, Any]:
 
 
 def record_id(fields: Mapping[str, Any], number: int) -> RecordId:
-    """Returns the id of a record, or its number from 1 if it has none.
-
-    Args:
-      number: its number in the whole input, from 0.
-    """
+    """Returns the id of a record. Without one it is the record's number, which counts from 1;
+    ``number`` counts from 0."""
     if is_envelope(fields):
         name = fields["custom_id"]
         if not isinstance(name, str):
@@ -196,12 +193,7 @@ def _is_list_of_integers(value: Any) -> bool:
 
 @dataclasses.dataclass
 class BatchRecord:
-    """A request in its envelope, and the form of its answer.
-
-    Attributes:
-      fields: the envelope.
-      shape: formats the answer; set once the request has been prepared.
-    """
+    """A request in its envelope, and the ``shape`` of its answer, which `prepare` sets."""
 
     fields: Mapping[str, Any]
     shape: TextShape | None = None

@@ -44,7 +44,7 @@ class RayCluster:
     """The cluster that a job runs on.
 
     Attributes:
-      address: the cluster's address; empty for one that Ray finds, or otherwise a new local one.
+      address: empty for one that Ray finds, or otherwise a new local one.
       actors: number of actors; None for one per accelerator, or one if there is none.
     """
 

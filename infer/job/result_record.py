@@ -45,11 +45,7 @@ class TooDeep(InputError):
 
 
 def refuse_output_keys(extra: Iterable[str], where: str = "") -> None:
-    """Refuses extra keys of a record that the output uses itself.
-
-    Args:
-      where: the record, for the message.
-    """
+    """Refuses extra keys of a record that the output uses itself; the message says ``where``."""
     prefix = where and f"{where}: "
     for name in extra:
         if name in OUTPUT_KEYS:
@@ -214,12 +210,8 @@ whole group is held in memory."""
 
 
 def write_results(sink: Sink, lines: Iterable[bytes], columns: Columns) -> None:
-    """Writes results as a Parquet file, with a column for every key of `OUTPUT_KEYS`, used or not.
-
-    Args:
-      lines: the results as JSON.
-      columns: types of the ids and of extra keys.
-    """
+    """Writes results, lines of JSON, as a Parquet file with a column for every key of
+    `OUTPUT_KEYS`, used or not; ``columns`` has the types of the ids and of extra keys."""
     types = {name: storable(kind) for name, kind in columns.types.items()}
     mine = {**_result_types(), **({"id": types["id"]} if "id" in types else {})}
     write_rows(sink, _groups(lines), {**mine, **types})

@@ -308,16 +308,10 @@ def decode_share(
     most_errors: int | None,
     console: Console,
 ) -> JobProgress:
-    """Decodes the unfinished shards of one host and shows progress.
-
-    Args:
-      host: this process among those that share the job.
-      most_errors: as in `JobProgress.check_errors`.
-      console: where progress is shown.
+    """Decodes the unfinished shards of one host, as `ShardDecoder.run` does, and shows progress.
 
     Raises:
       JobStopped: on SIGTERM, if shards are left.
-      Exception: as `ShardDecoder.run`.
     """
     shards = [shard for shard in folder.shards if shard.number % host.count == host.index]
     total, done, engine = sum(shard.records for shard in shards), folder.finished(), llm.engine

@@ -133,9 +133,6 @@ class ShardFolder:
     """The folder of a job, created if needed.
 
     Args:
-      folder: its path.
-      identity: the job.
-      shards: all shards of the job.
       file: the file into which they are merged at the end; None if they stay.
       overwrite: whether another job may be replaced.
 
