@@ -34,6 +34,11 @@ def questions(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def given(checkpoint, questions):
+    return f"--model {checkpoint} --questions {questions}"
+
+
+@pytest.fixture(scope="module")
 def subject(checkpoint):
     return load_subject({"model": str(checkpoint), "dtype": "float32"})
 
@@ -58,13 +63,12 @@ def test_the_work_is_the_same_every_time(subject, questions):
 
 
 @pytest.mark.full
-def test_a_forward_is_compared_with_its_products(checkpoint, questions, tmp_path, monkeypatch):
+def test_a_forward_is_compared_with_its_products(given, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_ONE", 4)
     monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_MANY", 2)
     monkeypatch.setattr(benchmarks.floor, "PROMPTS", 2)
-    arguments = f"--model {checkpoint} --questions {questions} --batch-size 1 2 "
-    arguments += "--window-size 0 2 --mode verified --passes 2"
-    read = measured(benchmarks.floor, tmp_path, arguments)
+    options = "--batch-size 1 2 --window-size 0 2 --mode verified --passes 2"
+    read = measured(benchmarks.floor, tmp_path, f"{given} {options}")
     costs = read["floor"]
     assert [(cost["way"], cost["sequences"]) for cost in costs] == [
         ("AR", 1),
@@ -89,11 +93,10 @@ def test_a_forward_is_compared_with_its_products(checkpoint, questions, tmp_path
 
 
 @pytest.mark.full
-def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
+def test_gaps_between_bursts(given, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.gaps, "SHORTEST", 0.0)
     monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward per burst
-    arguments = f"--model {checkpoint} --questions {questions} --batch-size 2 "
-    arguments += "--window-size 0 --passes 1"
+    arguments = f"{given} --batch-size 2 --window-size 0 --passes 1"
     gaps = measured(benchmarks.gaps, tmp_path, arguments)["gaps"]
     assert [gap["way"] for gap in gaps] == [
         f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns", "a grammar")
@@ -110,8 +113,8 @@ def test_gaps_between_bursts(checkpoint, questions, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_pages_and_memory(checkpoint, questions, tmp_path):
-    arguments = f"--model {checkpoint} --questions {questions} --batch-size 4 --window-size 0"
+def test_pages_and_memory(given, tmp_path):
+    arguments = f"{given} --batch-size 4 --window-size 0"
     (use,) = measured(benchmarks.pages, tmp_path, arguments)["pages"]
     assert use["rectangles"] == 1
     assert 0 < use["held"] <= use["with spans"] <= 1

@@ -2,10 +2,8 @@
 is there."""
 
 import dataclasses
-import json
 import sys
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,6 +12,7 @@ from infer.bench.command import main
 from infer.bench.rival import Rival, config_for_transformers
 from infer.bench.speeds import AR, Speed, Way, window_ways
 from infer.bench.subject import load_subject
+from tests.infer.bench.conftest import compared
 from tests.infer.few_questions import PROMPTS, write_questions
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
@@ -23,12 +22,6 @@ from wedlm_jax.params import SamplingParams
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
     return write_questions(tmp_path_factory.mktemp("questions") / "few.jsonl")
-
-
-def figures(path):
-    result = json.loads(path.read_text(encoding="utf-8"))
-    assert result.pop("machine")["jax"] == jax.__version__
-    return result
 
 
 def test_ar_has_no_modes():
@@ -43,12 +36,10 @@ def test_ar_has_no_modes():
 
 @pytest.mark.full
 def test_windows_are_compared_and_drawn(checkpoint, questions, tmp_path, capsys):
-    output, plot = tmp_path / "speeds.json", tmp_path / "speeds.svg"
+    plot = tmp_path / "speeds.svg"
     arguments = f"--model {checkpoint} --questions {questions} --batch-size 2 --passes 2 "
-    arguments += "--max-tokens 8 "
-    arguments += f"--window-size 0 2 --output {output} --plot {plot}"
-    assert main(arguments.split()) == 0
-    speeds = [Speed(**record) for record in figures(output)["windows"]]
+    arguments += f"--max-tokens 8 --window-size 0 2 --plot {plot}"
+    speeds = [Speed(**record) for record in compared("windows", tmp_path, arguments)]
     assert [speed.way for speed in speeds] == ["AR", "W = 2, paper", "W = 2, verified"] * 2
     assert [speed.regime for speed in speeds] == ["low_entropy"] * 3 + ["prose"] * 3
     for ar, paper, verified in (speeds[:3], speeds[3:]):
@@ -66,11 +57,10 @@ def test_windows_are_compared_and_drawn(checkpoint, questions, tmp_path, capsys)
 def test_drafts_are_compared_by_where_they_come_from(
     kind, checkpoint, stock, questions, tmp_path, capsys
 ):
-    model, output = checkpoint if kind == "wedlm" else stock, tmp_path / "drafts.json"
-    arguments = f"--compare drafts --model {model} --questions {questions} --batch-size 2 "
-    arguments += f"--prompts 3 --passes 1 --max-tokens 8 --regime prose --output {output}"
-    assert main(arguments.split()) == 0
-    speeds = [Speed(**record) for record in figures(output)["drafts"]]
+    model = checkpoint if kind == "wedlm" else stock
+    arguments = f"--model {model} --questions {questions} --batch-size 2 --prompts 3 --passes 1 "
+    arguments += "--max-tokens 8 --regime prose"
+    speeds = [Speed(**record) for record in compared("drafts", tmp_path, arguments)]
     masks = ["masks"] if kind == "wedlm" else []
     assert [speed.way for speed in speeds] == ["AR", *masks, "lookup, always", "auto"]
     assert len({speed.tokens for speed in speeds}) == 1, "drafts change no token"

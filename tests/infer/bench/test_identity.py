@@ -2,13 +2,12 @@
 model."""
 
 import dataclasses
-import json
 
 import pytest
 
-from infer.bench.command import main
 from infer.bench.identity import first_differences
 from infer.evaluate import EMBEDDED_QUESTIONS
+from tests.infer.bench.conftest import compared
 from wedlm_jax.completion import Completion
 
 ONE = Completion("", [0, 1, 2], "length", 2, 8)
@@ -24,12 +23,9 @@ def test_the_first_place_that_differs():
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_verified_is_autoregressive_on_a_tiny_model(checkpoint, tmp_path, temperature, capsys):
-    output = tmp_path / "figures.json"
-    arguments = f"--compare identity --model {checkpoint} --questions {EMBEDDED_QUESTIONS} "
-    arguments += f"--prompts 6 --window-size 0 2 --max-tokens 8 --batch-size 4 --output {output} "
-    arguments += f"--temperature {temperature} --regime reasoning prose"
-    assert main(arguments.split()) == 0
-    ar, verified = json.loads(output.read_text(encoding="utf-8"))["identity"]
+    arguments = f"--model {checkpoint} --questions {EMBEDDED_QUESTIONS} --prompts 6 --batch-size 4 "
+    arguments += f"--window-size 0 2 --max-tokens 8 --temperature {temperature} "
+    ar, verified = compared("identity", tmp_path, arguments + "--regime reasoning prose")
     assert (ar["way"], verified["way"]) == ("AR", "W = 2, verified")
     assert ar["median_margin"] > 0
     assert ar["prompts"] == verified["prompts"] == 6
@@ -40,12 +36,9 @@ def test_verified_is_autoregressive_on_a_tiny_model(checkpoint, tmp_path, temper
 
 
 def test_drafts_from_the_text_are_compared_where_there_are_no_masks(stock, tmp_path):
-    output = tmp_path / "figures.json"
-    arguments = f"--compare identity --model {stock} --questions {EMBEDDED_QUESTIONS} "
-    arguments += f"--prompts 3 --max-tokens 24 --batch-size 4 --output {output} --regime prose "
-    arguments += "--draft lookup"
-    assert main(arguments.split()) == 0
-    ar, always = json.loads(output.read_text(encoding="utf-8"))["identity"]
+    arguments = f"--model {stock} --questions {EMBEDDED_QUESTIONS} --prompts 3 --batch-size 4 "
+    arguments += "--max-tokens 24 --regime prose --draft lookup"
+    ar, always = compared("identity", tmp_path, arguments)
     assert [one["way"] for one in (ar, always)] == ["AR", "lookup, always"]
     assert ar["tokens"] == always["tokens"]
     assert always["differ"] == 0
