@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from wedlm_jax.errors import InputError, file_error, shortened
+from wedlm_jax.option_values import is_number
 
 SIZES = (
     "vocab_size",
@@ -147,7 +148,7 @@ class RopeConfig:
             )
         for name in ROPE_FIELDS[self.rope_type]:
             value = self.get(name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            if not is_number(value) or value <= 0:
                 raise InputError(
                     f"model config: RoPE scaling {self.rope_type!r} needs a positive number as "
                     f"{name!r}, not {value!r}"
@@ -198,8 +199,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise InputError(f"model config: head_dim must be even, not {self.head_dim}")
-        named = ((name, getattr(self, name)) for name in _IDS)
-        ids = [(name, value) for name, value in named if value is not None]
+        names = ("mask_token_id", "pad_token_id", "bos_token_id")
+        ids = [(name, getattr(self, name)) for name in names if getattr(self, name) is not None]
         for name, value in [*ids, *(("eos_token_id", one) for one in self.eos_token_ids)]:
             if type(value) is not int or not 0 <= value < self.vocab_size:
                 raise InputError(
@@ -243,9 +244,6 @@ class ModelConfig:
         return 2 * self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
 
-_IDS = ("mask_token_id", "pad_token_id", "bos_token_id")
-
-
 def _require_size(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InputError(f"model config: {name} must be a positive integer, not {value!r}")
@@ -253,15 +251,9 @@ def _require_size(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise InputError(f"model config: {name} must be a number, not {value!r}")
     return float(value)
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
 def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
@@ -284,23 +276,19 @@ def _rope_from_hf(raw: dict[str, Any]) -> RopeConfig:
                 f"model config: partial_rotary_factor {part!r} is not supported (only 1)"
             )
     if rope_type in ("yarn", "llama3"):
-        _add_original_length(scaling, raw)
+        # The length at which the model was trained before its context was extended.
+        name = "original_max_position_embeddings"
+        inside, outside = scaling.get(name), raw.get(name)
+        if inside and outside and inside != outside:
+            raise InputError(
+                f"model config: {name} is {outside!r}, but {inside!r} in the RoPE scaling; "
+                "expected one value"
+            )
+        if not inside and (length := outside or raw.get("max_position_embeddings")):
+            scaling[name] = length
     # A configuration is a key of compiled programs, so all of it must be hashable.
     parameters = {k: tuple(v) if isinstance(v, list) else v for k, v in scaling.items()}
     return RopeConfig(_number("rope_theta", theta), rope_type, tuple(sorted(parameters.items())))
-
-
-def _add_original_length(scaling: dict[str, Any], raw: dict[str, Any]) -> None:
-    """Adds the length at which the model was trained before its context was extended."""
-    name = "original_max_position_embeddings"
-    inside, outside = scaling.get(name), raw.get(name)
-    if inside and outside and inside != outside:
-        raise InputError(
-            f"model config: {name} is {outside!r}, but {inside!r} in the RoPE scaling; expected "
-            "one value"
-        )
-    if not inside and (length := outside or raw.get("max_position_embeddings")):
-        scaling[name] = length
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
@@ -344,21 +332,15 @@ def _first_windowed_layer(raw: dict[str, Any]) -> int | None:
 
 
 def _parts(raw: dict[str, Any]) -> dict[str, bool]:
-    """Returns which of `PARTS` a model has.
-
-    Raises:
-      InputError: the file contradicts what models of its type have.
-    """
+    """Returns which of `PARTS` a model has; refuses a file that contradicts what models of its type
+    have."""
     model_type, of_family = raw["model_type"], FAMILIES[raw["model_type"]].parts
     given = {name: bool(raw[name]) for name in PARTS if raw.get(name) is not None}
+    parts = {name: given.get(name, False) for name in PARTS}
     if of_family is not None:
         parts = {name: name in of_family for name in PARTS}
     elif model_type == "llama":
-        biased = given.get("attention_bias", False)
-        parts = {"qk_norm": False, "attention_bias": biased, "attention_out_bias": biased}
-        parts["mlp_bias"] = given.get("mlp_bias", False)
-    else:
-        parts = {name: given.get(name, False) for name in PARTS}
+        parts |= {"qk_norm": False, "attention_out_bias": parts["attention_bias"]}
     for name, value in given.items():
         if value != parts[name]:
             raise InputError(
@@ -370,9 +352,6 @@ def _parts(raw: dict[str, Any]) -> dict[str, bool]:
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """Reads the content of a Hugging Face ``config.json``.
-
-    Args:
-      raw: the parsed file, of a ``model_type`` in `FAMILIES`.
 
     Raises:
       InputError: a field is missing, malformed or not supported.
@@ -389,7 +368,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         vocab_size = raw["vocab_size"]
         heads = _require_size("num_attention_heads", raw["num_attention_heads"])
         width = _require_size("hidden_size", raw["hidden_size"])
-        mask = raw.get("mask_token_id")
+        mask, ends = raw.get("mask_token_id"), raw.get("eos_token_id")
+        ends = [] if ends is None else ends
         # A vocab_size that is not a number is refused below, by ModelConfig.
         padded = isinstance(vocab_size, int) and vocab_size > PUBLISHED_MASK_TOKEN_ID
         if mask is None and model_type == "wedlm" and padded:
@@ -411,7 +391,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
             mask_token_id=mask,
             pad_token_id=raw.get("pad_token_id"),
             bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_token_ids(raw.get("eos_token_id")),
+            eos_token_ids=tuple(ends if isinstance(ends, list | tuple) else [ends]),
             model_type=model_type,
         )
     except KeyError as error:
@@ -453,18 +433,17 @@ CONFIG_FIELDS = [
 ]
 """The fields of a ``config.json`` that `config_from_hf` reads or takes for granted."""
 
-
 STOCK = "stock"
 """A model type that stands for the stock family whose models have the same parameters."""
 
 
 def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -> dict[str, Any]:
-    """Returns the content of a ``config.json`` under another ``model_type``. A WeDLM has the same
-    parameters as a stock model, which other programs support.
+    """Returns the content of a ``config.json`` under another ``model_type``, one of `MODEL_TYPES`,
+    or `STOCK` for the stock family that fits. A WeDLM has the same parameters as a stock model,
+    which other programs support.
 
     Args:
       raw: the current content.
-      model_type: one of `MODEL_TYPES`, or `STOCK` for the stock family that fits.
       config: the architecture; ``raw`` may leave parts of it to the tensors.
 
     Raises:

@@ -77,9 +77,7 @@ def sample_masks(
     One γ per block rather than one per sample, so that every example trains many mask ratios.
 
     Args:
-      key: a `jax.random.key`.
       trainable: bool ``[R, L]``, B dividing L.
-      block_size: B.
       suffix_share: the probability that a block's last trainable tokens are masked instead, as in a
         window of verified decoding; static.
 
@@ -135,14 +133,8 @@ def reorder_blocks(masked: Array, padding: Array, block_size: int) -> Array:
 def dual_stream(
     rows: PackedRows, masked: Array, mask_ratio: Array, *, block_size: int, mask_token_id: int
 ) -> DualStreamBatch:
-    """Concatenates a clean and a corrupted copy of every example.
-
-    Args:
-      rows: the clean examples.
-      masked, mask_ratio: ``[R, L]`` in logical order, from `sample_masks` or given.
-      block_size: B.
-      mask_token_id: replaces masked tokens in the input.
-    """
+    """Concatenates a clean and a corrupted copy of every example; ``masked`` and ``mask_ratio`` are
+    ``[R, L]`` in logical order, as from `sample_masks`."""
     padding = rows.segment_ids == PAD_SEGMENT
     masked = masked & ~padding
     order = reorder_blocks(masked, padding, block_size)

@@ -61,13 +61,8 @@ class WindowBatch:
 
 
 def draw_anchors(key: Array, rows: PackedRows, count: int) -> Array:
-    """Draws the places of windows, uniformly without replacement, among the trainable tokens that
-    have text before them.
-
-    Args:
-      key: a `jax.random.key`.
-      rows: a single row, arrays ``[L]``.
-      count: P.
+    """Draws the places of P = ``count`` windows, uniformly without replacement, among the trainable
+    tokens of a single row ``[L]`` that have text before them.
 
     Returns:
       int32 ``[P]``, the memory token at each window's first position, ascending; L after the last.
@@ -80,13 +75,8 @@ def draw_anchors(key: Array, rows: PackedRows, count: int) -> Array:
 
 
 def window_batch(rows: PackedRows, anchors: Array, width: int) -> WindowBatch:
-    """Appends windows of masks to packed rows.
-
-    Args:
-      rows: arrays ``[R, L]``.
-      anchors: int32 ``[R, P]`` from `draw_anchors`.
-      width: W.
-    """
+    """Appends windows of W = ``width`` masks to packed rows, at ``anchors [R, P]`` from
+    `draw_anchors`."""
     batch, length = rows.tokens.shape
     offset = jnp.arange(width, dtype=jnp.int32)
     place = (anchors[..., None] + offset).reshape(batch, -1)
@@ -133,9 +123,7 @@ def drafter_loss(
 
     Args:
       model: a model with adapters on masks.
-      batch: R rows.
       denominators: denominators of the global batch, from `drafter_denominators`.
-      config: see `LossConfig`.
       distance: one of `wedlm_jax.model.distillation.DISTANCES`.
 
     Returns:

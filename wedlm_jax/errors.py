@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import importlib.util
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 
 class InputError(ValueError):
-    """The caller's input cannot be used.
-
-    Its message is one sentence that names the file, field or record and what was
-    expected. The command line prints it and exits with status 2.
-    """
+    """The caller's input cannot be used. The message is one sentence that names the file, field or
+    record and what was expected; the command line prints it and exits with `BAD_INPUT`."""
 
 
 class BadData(InputError):
@@ -26,8 +24,8 @@ class StorageFailure(Exception):
     """Storage refuses or does not answer, because of a network, permissions or a full disk.
 
     Neither the input nor the stored data is at fault, and the same call may succeed later. The
-    message is one sentence that names the file and quotes the storage's error. The command line
-    prints it and exits with status `STORAGE_FAILED`.
+    message is one sentence that names the file and quotes the storage's error; the command line
+    prints it and exits with `STORAGE_FAILED`.
     """
 
 
@@ -77,16 +75,8 @@ def is_passing(error: OSError) -> bool:
 
 
 def file_error(path: object, what: str, error: OSError) -> InputError | StorageFailure:
-    """Returns the error to raise for a file system's refusal.
-
-    Args:
-      path: path of the file or folder.
-      what: what was refused, such as "cannot be written".
-      error: the file system's error.
-
-    Returns:
-      `StorageFailure` if the same call may succeed later, else `InputError`.
-    """
+    """Returns the error to raise where a file system refuses ``what``, such as "cannot be
+    written": `StorageFailure` if the same call may succeed later, else `InputError`."""
     kind = StorageFailure if is_passing(error) else InputError
     return kind(f"{path}: {what} ({error.strerror or shortened(str(error))})")
 
@@ -106,128 +96,82 @@ def exit_status(error: BaseException) -> int:
 
 
 class CompilingInterrupted(KeyboardInterrupt):
-    """A signal has arrived while a program was being compiled. The command ends, because the
-    compiler cannot be interrupted.
-
-    Attributes:
-      status: the command's exit status.
-    """
+    """A signal has arrived while a program was being compiled. The command ends with exit status
+    ``status``, because the compiler cannot be interrupted."""
 
     def __init__(self, status: int = INTERRUPTED):
         super().__init__("interrupted while compiling")
         self.status = status
 
 
-SYNONYMS = {
+_OTHER_NAMES = {
     # sampling: vLLM, transformers, llama.cpp, the PyTorch engine
-    "best_of": "n",
-    "do_sample": "temperature",
-    "eos_token_id": "stop_token_ids",
-    "guided_decoding": "json_schema",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "lambda": "position_penalty",
-    "max_completion_tokens": "max_tokens",
-    "max_gen_toks": "max_tokens",
-    "max_length": "max_tokens max_model_len row_length",
-    "max_new_tokens": "max_tokens",
-    "min_length": "min_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "num_return_sequences": "n",
-    "num_samples": "n",
-    "output_scores": "logprobs",
-    "params": "sampling_params sampling",
-    "pos_penalty_factor": "position_penalty",
-    "random_seed": "seed",
-    "repeat_penalty": "repetition_penalty",
-    "response_format": "json_schema",
-    "stop_sequences": "stop",
-    "stop_strings": "stop",
-    "structured_outputs": "json_schema",
-    "tau": "entropy_threshold",
-    "temp": "temperature",
-    "top_logprobs": "logprobs",
-    "wedlm_pos_penalty_factor": "position_penalty",
+    "entropy_threshold": "tau",
+    "json_schema": "guided_decoding guided_json response_format structured_outputs",
+    "logprobs": "output_scores top_logprobs",
+    "max_tokens": "max_completion_tokens max_gen_toks max_new_tokens n_predict num_predict",
+    "max_tokens max_model_len row_length": "max_length",
+    "min_tokens": "min_length",
+    "n": "best_of num_return_sequences num_samples",
+    "position_penalty": "lambda pos_penalty_factor wedlm_pos_penalty_factor",
+    "regex": "guided_regex",
+    "repetition_penalty": "repeat_penalty",
+    "sampling_params sampling": "params",
+    "seed": "random_seed",
+    "stop": "stop_sequences stop_strings",
+    "stop_token_ids": "eos_token_id",
+    "temperature": "do_sample temp",
     # the model and its engine
-    "checkpoint": "init_from model",
-    "context_length": "max_model_len row_length",
-    "ctx_size": "max_model_len",
-    "data_parallel_size": "mesh.data mesh",
-    "max_num_seqs": "max_batch_size batch_size",
-    "max_seq_len": "max_model_len row_length",
-    "max_seq_length": "max_model_len row_length",
-    "model_name": "init_from model",
-    "model_name_or_path": "init_from model",
-    "model_path": "init_from model",
-    "name_or_path": "init_from model",
-    "messages": "conversations",
-    "num_gpus": "mesh",
-    "path": "init_from sources",
-    "pretrained": "init_from model",
-    "tensor_parallel_size": "mesh.tensor mesh",
-    "torch_dtype": "dtype",
-    "tp": "mesh.tensor mesh",
-    "use_tqdm": "on_progress",
+    "conversations": "messages",
+    "dtype": "torch_dtype",
+    "init_from model": "checkpoint model_name model_name_or_path model_path name_or_path "
+    "pretrained",
+    "init_from sources": "path",
+    "max_batch_size batch_size": "max_num_seqs",
+    "max_model_len": "ctx_size",
+    "max_model_len row_length": "context_length max_seq_len max_seq_length",
+    "mesh": "num_gpus",
+    "mesh.data mesh": "data_parallel_size",
+    "mesh.tensor mesh": "tensor_parallel_size tp",
+    "on_progress": "use_tqdm",
     # training: the Trainer of transformers, PEFT, axolotl
-    "adam_beta1": "b1",
-    "adam_beta2": "b2",
-    "adam_epsilon": "eps",
-    "base_model": "init_from",
-    "batch_size": "max_batch_size rows",
-    "beta1": "b1",
-    "beta2": "b2",
-    "bf16": "loss.dtype dtype",
-    "checkpoint_steps": "checkpoint_every",
-    "cutoff_len": "row_length",
-    "dataset": "sources",
-    "datasets": "sources",
-    "epochs": "steps",
-    "eval_every": "evaluation.every",
-    "eval_steps": "evaluation.every",
-    "fp16": "loss.dtype dtype",
-    "grad_accum": "accumulation",
-    "grad_clip": "clip_norm",
-    "gradient_accumulation_steps": "accumulation",
-    "gradient_checkpointing": "remat",
-    "logging_steps": "log_every",
-    "lora_r": "lora.rank",
-    "lr": "learning_rate",
-    "lr_scheduler": "schedule",
-    "lr_scheduler_type": "schedule",
-    "max_grad_norm": "clip_norm",
-    "max_steps": "steps",
-    "micro_batch_size": "rows",
-    "min_lr": "final_learning_rate",
-    "num_epochs": "steps",
-    "num_train_epochs": "steps",
-    "optim": "optimizer.name",
-    "per_device_eval_batch_size": "evaluation.rows",
-    "per_device_train_batch_size": "rows",
-    "precision": "loss.dtype dtype",
-    "r": "rank",
-    "report_to": "metrics.wandb",
-    "resume_from_checkpoint": "branch_from",
-    "save_dir": "output",
-    "save_every": "checkpoint_every",
-    "save_steps": "checkpoint_every",
-    "save_total_limit": "keep_checkpoints",
-    "seq_len": "row_length",
-    "seq_length": "row_length",
-    "sequence_len": "row_length",
-    "target_modules": "targets",
-    "tokenizer_name_or_path": "tokenizer",
-    "train_batch_size": "rows",
-    "train_file": "sources",
-    "wandb_project": "metrics.wandb",
-    "warmup_ratio": "warmup_steps",
+    "accumulation": "grad_accum gradient_accumulation_steps",
+    "b1": "adam_beta1 beta1",
+    "b2": "adam_beta2 beta2",
+    "branch_from": "resume_from_checkpoint",
+    "checkpoint_every": "checkpoint_steps save_every save_steps",
+    "clip_norm": "grad_clip max_grad_norm",
+    "eps": "adam_epsilon",
+    "evaluation.every": "eval_every eval_steps",
+    "evaluation.rows": "per_device_eval_batch_size",
+    "final_learning_rate": "min_lr",
+    "init_from": "base_model",
+    "keep_checkpoints": "save_total_limit",
+    "learning_rate": "lr",
+    "log_every": "logging_steps",
+    "lora.rank": "lora_r",
+    "loss.dtype dtype": "bf16 fp16 precision",
+    "max_batch_size rows": "batch_size",
+    "metrics.wandb": "report_to wandb_project",
+    "optimizer.name": "optim",
+    "output": "save_dir",
+    "rank": "r",
+    "remat": "gradient_checkpointing",
+    "row_length": "cutoff_len seq_len seq_length sequence_len",
+    "rows": "micro_batch_size per_device_train_batch_size train_batch_size",
+    "schedule": "lr_scheduler lr_scheduler_type",
+    "sources": "dataset datasets train_file",
+    "steps": "epochs max_steps num_epochs num_train_epochs",
+    "targets": "target_modules",
+    "tokenizer": "tokenizer_name_or_path",
+    "warmup_steps": "warmup_ratio",
     # commands
-    "clear": "reset",
-    "exit": "quit",
-    "finetune": "train",
-    "infer": "generate",
-    "inference": "generate",
+    "generate": "infer inference",
+    "quit": "exit",
+    "reset": "clear",
+    "train": "finetune",
 }
+SYNONYMS = {other: meant for meant, others in _OTHER_NAMES.items() for other in others.split()}
 """Other programs' names, and the names used here. If there are several, the first that is known
 where the name was given applies. Some include their section, since other names end the same."""
 
@@ -254,14 +198,10 @@ def nearest(name: str, known: Iterable[str], alike: float = ALIKE) -> str | None
     Args:
       name: a name, a flag (``--max-new-tokens``), or a field with its section (``optimizer.lr``).
       known: known names of the same kind.
-      alike: how similar they must be, as for `ALIKE`.
+      alike: how similar they must be.
     """
     section, _, base = _plain(name).rpartition(".")
     parts = {one: _plain(one).rpartition(".") for one in known}
-
-    def closeness(one: str) -> float:
-        """Compares the sections."""
-        return difflib.SequenceMatcher(None, section, parts[one][0]).ratio()
 
     synonyms = SYNONYMS.get(base, "").split()
     found = [one for other in synonyms for one in parts if other in (_plain(one), parts[one][2])]
@@ -277,7 +217,11 @@ def nearest(name: str, known: Iterable[str], alike: float = ALIKE) -> str | None
         letters = difflib.SequenceMatcher(None, base, other).ratio()
         return max(common, letters) + 0.1 * (section != "" and parts[one][0] == section)
 
-    best = max(parts, key=lambda one: likeness(one) + 0.3 * closeness(one), default=None)
+    def closeness(one: str) -> float:
+        of_sections = difflib.SequenceMatcher(None, section, parts[one][0]).ratio()
+        return likeness(one) + 0.3 * of_sections
+
+    best = max(parts, key=closeness, default=None)
     return best if best is not None and likeness(best) >= alike else None
 
 
@@ -309,15 +253,12 @@ def written(number: float) -> str:
 
 
 def require_extra(what: str, extra: str, *packages: str) -> None:
-    """Refuses to start if required packages are not installed.
+    """Refuses, with an `InputError`, to start if packages are not installed.
 
     Args:
       what: what needs them; begins the sentence.
       extra: extra of this package that installs them.
       packages: the names under which they are imported.
-
-    Raises:
-      InputError: packages are missing; the message names them and the command that installs them.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -326,6 +267,15 @@ def require_extra(what: str, extra: str, *packages: str) -> None:
             f"{what} needs {' and '.join(missing)}, which {are} not installed: "
             f'pip install "wedlm-jax[{extra}]"'
         )
+
+
+@contextlib.contextmanager
+def told_with(place: object) -> Iterator[None]:
+    """Prefixes the message of an `InputError` with the file or field at fault."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None
 
 
 def shortened(text: str, length: int = 200) -> str:

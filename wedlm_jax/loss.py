@@ -106,16 +106,9 @@ def hidden_states(
     model: Transformer, token_ids: Array, positions: Array, mask: Mask, config: LossConfig
 ) -> Array:
     """Returns the final hidden states ``[R, T, D]``, computed with the options of ``config``."""
-    return model(
-        token_ids,
-        positions,
-        mask,
-        dtype=jnp.dtype(config.dtype),
-        remat=config.remat,
-        attention=config.attention,
-        tile=config.tile,
-        unroll=config.unroll,
-    )
+    names = ("remat", "attention", "tile", "unroll")
+    options = {name: getattr(config, name) for name in names}
+    return model(token_ids, positions, mask, dtype=jnp.dtype(config.dtype), **options)
 
 
 def masked_weights(masked: Array, mask_ratio: Array, weighting: str) -> Array:
@@ -137,15 +130,18 @@ def wedlm_denominators(batch: DualStreamBatch, config: LossConfig) -> dict[str, 
         "mlm": weights.sum(),
         "masked": batch.masked.sum().astype(jnp.float32),
         "masked_by_ratio": _by_ratio(batch, batch.masked),
-        "ar": batch.next_valid.sum().astype(jnp.float32),
     }
-    if batch.source is None:
-        return totals
-    return totals | {
-        "mlm_by_source": _by_source(batch.source, weights),
-        "ar_by_source": _by_source(batch.source, batch.next_valid),
-        "tokens_by_source": _by_source(batch.source, batch.mask.segment_ids != PAD_SEGMENT),
-    }
+    if batch.source is not None:
+        totals["mlm_by_source"] = _by_source(batch.source, weights)
+    return totals | _ar_totals(batch.next_valid, batch.source, batch.mask.segment_ids)
+
+
+def _ar_totals(valid: Array, source: Array | None, segment_ids: Array) -> dict[str, Array]:
+    totals = {"ar": valid.sum().astype(jnp.float32)}
+    if source is not None:
+        totals["ar_by_source"] = _by_source(source, valid)
+        totals["tokens_by_source"] = _by_source(source, segment_ids != PAD_SEGMENT)
+    return totals
 
 
 def _by_ratio(batch: DualStreamBatch, values: Array) -> Array:
@@ -164,13 +160,8 @@ def _by_source(source: Array, values: Array) -> Array:
 def wedlm_loss(
     model: Transformer, batch: DualStreamBatch, denominators: dict[str, Array], config: LossConfig
 ) -> tuple[Array, dict[str, Array]]:
-    """Returns this batch's share of the total loss (WeDLM eqs. 8-10).
-
-    Args:
-      model: the transformer.
-      batch: R dual-stream examples.
-      denominators: denominators of the global batch, from `wedlm_denominators`.
-      config: see `LossConfig`.
+    """Returns this batch's share of the total loss (WeDLM eqs. 8-10), given the denominators of the
+    global batch from `wedlm_denominators`.
 
     Returns:
       The scalar share of (MLM + a·AR) / (1 + a), and the shares of ``mlm_loss``, ``ar_loss``,
@@ -195,7 +186,7 @@ def wedlm_loss(
             axis=1,
         ),
         jnp.concatenate([batch.next_valid, batch.masked], axis=1),
-        chunk=_chunk(config, batch.next_valid, batch.masked, batch.mask.block_size),
+        chunk=_chunk(config, batch.next_valid, batch.masked.shape[1], batch.mask.block_size),
     )
     length = batch.next_valid.shape[1]
     (ar, mlm), (ar_hit, mlm_hit) = (jnp.split(x, [length], axis=1) for x in (nll, hit))
@@ -216,14 +207,7 @@ def wedlm_loss(
 def ar_denominators(rows: PackedRows) -> dict[str, Array]:
     """Returns the number of next-token targets; if rows have a source, also these and the number of
     tokens by source."""
-    valid = next_token_targets(rows)[1]
-    totals = {"ar": valid.sum().astype(jnp.float32)}
-    if rows.source is None:
-        return totals
-    return totals | {
-        "ar_by_source": _by_source(rows.source, valid),
-        "tokens_by_source": _by_source(rows.source, rows.segment_ids != PAD_SEGMENT),
-    }
+    return _ar_totals(next_token_targets(rows)[1], rows.source, rows.segment_ids)
 
 
 def ar_loss(
@@ -244,14 +228,11 @@ def ar_loss(
     return loss, shares
 
 
-def _chunk(
-    config: LossConfig, memory: Array, prediction: Array | None = None, block_size: int = 1
-) -> int:
-    """Returns `head_chunks`' chunk for streams ``[R, L]`` and ``[R, N]`` on the current mesh."""
-    others = 0 if prediction is None else prediction.shape[1]
+def _chunk(config: LossConfig, memory: Array, prediction: int = 0, block_size: int = 1) -> int:
+    """Returns `head_chunks`' chunk for a memory stream ``[R, L]`` on the current mesh."""
+    rows, length = memory.shape
     over = {"batch": shards("batch"), "sequence": shards("length")}
-    shape = memory.shape[0], memory.shape[1]
-    return head_chunks(config.chunk, shape, others, block_size, **over)[1]
+    return head_chunks(config.chunk, (rows, length), prediction, block_size, **over)[1]
 
 
 def _share(total: Array, denominator: Array) -> Array:

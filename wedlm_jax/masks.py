@@ -90,12 +90,8 @@ class DualStreamMask:
 
     @classmethod
     def of_blocks(cls, segment_ids: Array, block_size: int, blocks: Array) -> DualStreamMask:
-        """Returns the mask of a prediction stream with some of the memory's blocks.
-
-        Args:
-          segment_ids, block_size: as above.
-          blocks: int32 ``[B, P]``, numbers of blocks, ascending; L / block_size or more is padding.
-        """
+        """Returns the mask of a prediction stream with some of the memory's blocks: their numbers,
+        int32 ``[B, P]``, ascending; L / block_size or more is padding."""
         copied = copied_blocks(segment_ids, blocks, block_size)
         inside = blocks < segment_ids.shape[1] // block_size
         segments = jnp.where(jnp.repeat(inside, block_size, axis=1), copied, PAD_SEGMENT)
@@ -136,13 +132,8 @@ class DualStreamMask:
 
 
 def copied_blocks(x: Array, blocks: Array, block_size: int) -> Array:
-    """Returns these blocks of ``x [R, L]`` one after the other, ``[R, P * block_size]``.
-
-    Args:
-      x: any values.
-      blocks: int32 ``[R, P]``; numbers after the last block are read as the last block.
-      block_size: size of a block; divides L.
-    """
+    """Returns the blocks of ``x [R, L]`` with the numbers ``blocks [R, P]`` one after the other,
+    ``[R, P * block_size]``. Numbers after the last block are read as the last block."""
     rows = x.shape[0]
     cut = x.reshape(rows, -1, block_size)
     return jnp.take_along_axis(cut, blocks[..., None], axis=1, mode="clip").reshape(rows, -1)

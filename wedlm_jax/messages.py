@@ -70,11 +70,9 @@ def checked_messages(given: Any) -> list[dict[str, Any]]:
 
 
 def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
-    """Returns the variables that a chat template is given in addition to the messages.
-
-    Args:
-      tools: tools of a request or record: a list of objects, or its JSON, as in a table's column.
-      kwargs: ``chat_template_kwargs``, such as ``{"enable_thinking": False}``, or its JSON.
+    """Returns the variables that a chat template is given in addition to the messages, from a
+    request's or record's ``tools``, a list of objects, and ``chat_template_kwargs``, such as
+    ``{"enable_thinking": False}``. Either may be its JSON, as in a table's column.
 
     Raises:
       InputError: a value is malformed; the message names the field and what was expected.
@@ -88,9 +86,7 @@ def template_variables(tools: Any = None, kwargs: Any = None) -> dict[str, Any]:
             hint = "; it has its own field" if name == "tools" else ""
             raise NotTaken(f"chat_template_kwargs: {name!r} cannot be set there{hint}")
     tools = _parsed(tools)
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
+    if not isinstance(tools, list | None) or not all(isinstance(one, dict) for one in tools or ()):
         raise InputError(f"tools: expected a list of objects, not {shown_value(tools)}")
     return variables | ({"tools": tools} if tools else {})
 
@@ -129,8 +125,9 @@ def _message(given: Any, place: str) -> dict[str, Any]:
         raise InputError(f"{place}.tool_calls: expected a list, not {shown_value(calls)}")
     fields |= {"role": role, "content": _content(fields, bool(calls), f"{place}.content")}
     if calls:
-        where = f"{place}.tool_calls"
-        fields["tool_calls"] = [_call(one, f"{where}[{i}]") for i, one in enumerate(calls)]
+        fields["tool_calls"] = [
+            _call(one, f"{place}.tool_calls[{i}]") for i, one in enumerate(calls)
+        ]
     return fields
 
 

@@ -1,7 +1,4 @@
-"""Checks the values of options: their bounds, and values that may be given in several forms.
-
-Tested by tests/wedlm_jax/test_params.py.
-"""
+"""Checks the values of options: their bounds, and values that may be given in several forms."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from types import UnionType
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, TypeGuard, get_args, get_type_hints
 
 from wedlm_jax.errors import InputError, shortened, written
 
@@ -52,11 +49,8 @@ class Option:
     trait: str | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Refuses a value of the wrong type or outside the bounds; lists are not checked here.
-
-        Raises:
-          InputError: the value is refused; the message names the field.
-        """
+        """Refuses, with an `InputError` that names the field, a value of the wrong type or outside
+        the bounds; lists are not checked here."""
         if (value is None and self.none is not None) or (self.also and value in self.also):
             return
         if self.low is not None:
@@ -70,8 +64,7 @@ class Option:
             raise InputError(f"{name}: expected a text, not {value!r}")
 
     def _check_number(self, name: str, value: Any, low: float) -> None:
-        kinds = (int,) if self.integer else (int, float)
-        number = isinstance(value, kinds) and not isinstance(value, bool)
+        number = is_number(value) and not (self.integer and isinstance(value, float))
         excluded = low if self.above else None, self.high if self.below else None
         infinite = number and not math.isfinite(value)
         if not number or infinite or not low <= value <= self.high or value in excluded:
@@ -84,13 +77,13 @@ class Option:
         """The bounds of a number in words; empty if it has none."""
         if self.low is None:
             return ""
-        bounded, low = self.high != UNBOUNDED, written(self.low)
-        if bounded and not (self.above or self.below):
-            return f"from {low} to {written(self.high)}"
+        low, high = written(self.low), written(self.high)
         least = f"above {low}" if self.above else f"of at least {low}"
-        if not bounded:
+        if self.high == UNBOUNDED:
             return least
-        return least + f"{' and below' if self.below else ', up to'} {written(self.high)}"
+        if not (self.above or self.below):
+            return f"from {low} to {high}"
+        return f"{least}{' and below' if self.below else ', up to'} {high}"
 
 
 def options_of(kind: type) -> dict[str, Option]:
@@ -104,8 +97,11 @@ def options_of(kind: type) -> dict[str, Option]:
     return options
 
 
-def is_token_id(value: object) -> bool:
-    """Returns whether a value can be a token id."""
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_token_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
@@ -117,11 +113,8 @@ def is_text(value: object) -> bool:
 def as_tuple(
     name: str, given: Any, what: str, is_valid: Callable[[object], bool]
 ) -> tuple[Any, ...]:
-    """Returns a field that lists values as a tuple; empty for None.
-
-    Args:
-      what: what the values are, for the message of the `InputError`.
-    """
+    """Returns a field that lists values as a tuple; empty for None. ``what`` says what the values
+    are, for the message of the `InputError`."""
     listed = isinstance(given, Collection) and not isinstance(given, str | bytes | Mapping)
     if given is not None and not (listed and all(map(is_valid, given))):
         raise InputError(f"{name}: expected {what}, not {shortened(repr(given), 60)}")
@@ -136,8 +129,7 @@ def as_bias(given: Any) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in (given or {}).items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_token_id(token) or not number or not -100 <= value <= 100:
+        if not is_token_id(token) or not is_number(value) or not -100 <= value <= 100:
             raise InputError(f"{refusal}, not {key!r}: {value!r}")
         bias[token] = value
     return bias
@@ -146,9 +138,8 @@ def as_bias(given: Any) -> dict[int, float]:
 def as_words(given: Any) -> tuple[str | tuple[int, ...], ...]:
     """Returns ``bad_words`` as texts and tuples of token ids; a single text counts as a list."""
     words: list[str | tuple[int, ...]] = []
-    if given is not None and not isinstance(given, str | list | tuple):
-        raise InputError(f"bad_words: expected texts or lists of token ids, not {given!r}")
-    for word in (given,) if isinstance(given, str) else given or ():
+    listed = given if isinstance(given, list | tuple) else [] if given is None else [given]
+    for word in listed:
         if isinstance(word, str) and word.strip():
             words.append(word)
         elif isinstance(word, list | tuple) and word and all(map(is_token_id, word)):

@@ -28,7 +28,6 @@ def pack(
     """Packs samples first-fit into a bounded number of open examples.
 
     Args:
-      samples: samples of at most ``row_length`` tokens each.
       row_length: L, the length of a packed example, a multiple of ``block_size``.
       block_size: B; the room for a sample is rounded up to a multiple of it.
       open_rows: how many examples are open; if a sample fits into none, the fullest is emitted.
@@ -98,30 +97,16 @@ def trainable_blocks(trainable: np.ndarray, block_size: int) -> np.ndarray:
 
 
 def blocks_to_predict(samples: Iterable[TokenisedSample], block_size: int) -> int:
-    """Returns how many blocks of an example have a trainable token."""
-
-    # Each sample begins a new block.
-    def of_one(trainable: np.ndarray) -> int:
-        starts = np.arange(0, len(trainable), block_size)
-        return int(np.logical_or.reduceat(trainable, starts).sum())
-
-    return sum(of_one(sample.trainable) for sample in samples)
+    """Returns how many blocks of an example, in which each sample begins a new one, have a
+    trainable token."""
+    blocks = (np.flatnonzero(sample.trainable) // block_size for sample in samples)
+    return sum(len(np.unique(some)) for some in blocks)
 
 
 def prediction_blocks(trainable: np.ndarray, block_size: int, count: int) -> np.ndarray:
-    """Returns the numbers of the blocks that an example's prediction stream must have.
-
-    Args:
-      trainable: bool ``[L]``.
-      block_size: B.
-      count: P, how many blocks the stream has room for.
-
-    Returns:
-      int32 ``[P]`` as in `wedlm_jax.corruption.PackedRows`.
-
-    Raises:
-      ValueError: there are more than ``count``.
-    """
+    """Returns the numbers of the blocks that the prediction stream of an example with ``trainable
+    [L]`` must have, int32 ``[count]`` as in `wedlm_jax.corruption.PackedRows`; raises a
+    `ValueError` if there are more than ``count``."""
     found = np.flatnonzero(trainable_blocks(trainable, block_size))
     if len(found) > count:
         raise ValueError(f"{len(found)} blocks have tokens to train on, more than {count}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Self
 
 from wedlm_jax.errors import InputError, did_you_mean
@@ -38,6 +39,13 @@ DEFAULT_MODE = "verified"
 DRAFTS = ("auto", "both", "lookup", "masks", "none")
 
 
+# What several fields have in common: a number on the device, where every program or those with a
+# trait have it.
+_Nats = partial(Option, low=0, high=1e6, array="float32")
+_Share = partial(Option, low=0, high=1, array="float32", trait="truncated")
+_Penalty = partial(Option, low=-2, high=2, array="float32", trait="penalties")
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How one prompt is decoded.
@@ -51,23 +59,16 @@ class SamplingParams:
 
     temperature: Annotated[
         float,
-        Option(
+        _Nats(
             "0 takes the most likely token; otherwise the logits are divided by it",
-            low=0,
-            high=1e6,
-            array="float32",
             trait="sampled",
         ),
     ] = 0.0
     top_p: Annotated[
         float,
-        Option(
+        _Share(
             "sample from the smallest set of tokens whose total probability reaches this; 1 is all",
-            low=0,
-            high=1,
             above=True,
-            array="float32",
-            trait="truncated",
         ),
     ] = 1.0
     top_k: Annotated[
@@ -82,13 +83,9 @@ class SamplingParams:
     ] = 0
     min_p: Annotated[
         float,
-        Option(
+        _Share(
             "sample from tokens whose probability is at least this share of the most likely "
-            "token's, before top_k; 0 is all",
-            low=0,
-            high=1,
-            array="float32",
-            trait="truncated",
+            "token's, before top_k; 0 is all"
         ),
     ] = 0.0
     max_tokens: Annotated[int, Option("maximum completion tokens", low=1, array="int32")] = 256
@@ -113,22 +110,16 @@ class SamplingParams:
     ] = False
     entropy_threshold: Annotated[
         float | None,
-        Option(
+        _Nats(
             "τ of mode paper, in nats: a mask is filled if its entropy plus penalty is below it",
-            low=0,
-            high=1e6,
             none="one mask is filled per forward",
-            array="float32",
             trait="paper",
         ),
     ] = 0.4
     position_penalty: Annotated[
         float,
-        Option(
+        _Nats(
             "λ of mode paper, in nats: a mask's penalty per slot of distance from the first",
-            low=0,
-            high=1e6,
-            array="float32",
             trait="paper",
         ),
     ] = 0.02
@@ -174,24 +165,10 @@ class SamplingParams:
         ),
     ] = 1.0
     presence_penalty: Annotated[
-        float,
-        Option(
-            "subtracted from the logits of tokens in the completion",
-            low=-2,
-            high=2,
-            array="float32",
-            trait="penalties",
-        ),
+        float, _Penalty("subtracted from the logits of tokens in the completion")
     ] = 0.0
     frequency_penalty: Annotated[
-        float,
-        Option(
-            "subtracted once for each occurrence of a token in the completion",
-            low=-2,
-            high=2,
-            array="float32",
-            trait="penalties",
-        ),
+        float, _Penalty("subtracted once for each occurrence of a token in the completion")
     ] = 0.0
     # A dict cannot be hashed; without it equal parameters still have equal hashes.
     logit_bias: Annotated[
@@ -251,13 +228,10 @@ class SamplingParams:
     ] = "auto"
     draft_budget: Annotated[
         float | None,
-        Option(
+        _Nats(
             "in mode verified, the maximum total entropy of a window's drafts, in nats; a larger "
             "budget drafts more and rejects more, and the tokens are the same",
-            low=0,
-            high=1e6,
             none="2, or 4 where there are backup masks",
-            array="float32",
             trait="verified",
         ),
     ] = None

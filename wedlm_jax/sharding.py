@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -105,16 +106,15 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         given = ", ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
         raise InputError(f"mesh: {given} does not multiply to {len(devices)} devices")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
+    axis_types = (AxisType.Auto,) * len(MESH_AXES)
     if slices > 1:
-        return Mesh(_over_slices(shape, slices, devices), MESH_AXES, axis_types=_AXIS_TYPES)
-    return jax.make_mesh(tuple(shape), MESH_AXES, devices=devices, axis_types=_AXIS_TYPES)
+        return Mesh(_over_slices(shape, slices, devices), MESH_AXES, axis_types=axis_types)
+    return jax.make_mesh(tuple(shape), MESH_AXES, devices=devices, axis_types=axis_types)
 
 
 def make_local_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Returns a mesh of some devices of this process, for decoding.
-
-    Args:
-      sizes: sizes of some of `DECODING_AXES`; the others are 1.
+    """Returns a mesh of some devices of this process, for decoding, from the sizes of some of
+    `DECODING_AXES`.
 
     Raises:
       InputError: another axis, or more devices than there are.
@@ -125,9 +125,6 @@ def make_local_mesh(sizes: Mapping[str, int]) -> Mesh:
     if not 0 < count <= len(devices):
         raise InputError(f"mesh: {dict(sizes)} needs {count} devices, but there are {len(devices)}")
     return make_mesh(sizes, devices[:count])
-
-
-_AXIS_TYPES = (AxisType.Auto,) * len(MESH_AXES)
 
 
 def _over_slices(shape: Sequence[int], slices: int, devices: Sequence[Any]) -> np.ndarray:
@@ -158,12 +155,9 @@ def parameter_axes(path: str) -> tuple[str, ...] | None:
         axes = PARAMETER_AXES.get("/".join(parts[-2:])) or PARAMETER_AXES.get(parts[-1], ())
     if rounded == "scale":
         axes = (axes[0], "features")
-    return ("layers", *axes) if axes and _are_stacked(parts) else axes or None
-
-
-def _are_stacked(parts: Sequence[str]) -> bool:
-    """Returns whether a path names a parameter of all layers, not of a numbered layer."""
-    return "layers" in parts and not parts[parts.index("layers") + 1].isdigit()
+    # A parameter of all layers, not of a numbered layer.
+    stacked = "layers" in parts and not parts[parts.index("layers") + 1].isdigit()
+    return ("layers", *axes) if axes and stacked else axes or None
 
 
 def tree_specs(tree: Any) -> Any:
@@ -214,7 +208,7 @@ def on_own_shard(
 ) -> Callable[..., Array]:
     """Makes each device run ``function`` on its own shard of arguments with these axes; the result
     has the axes of the first. Returns ``function`` itself without a current mesh."""
-    specs = tuple(spec(axes) for axes in arguments)
+    specs = tuple(map(spec, arguments))
     return _on_shards(function, specs, specs[0], MESH_AXES)
 
 
@@ -267,8 +261,6 @@ def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_tokens: in
     """Refuses sizes that the mesh does not divide.
 
     Args:
-      mesh: from `make_mesh`.
-      config: config of the model.
       rows: packed examples in a micro-batch, over all devices; 0 if there are none.
       row_tokens: tokens of one row, all streams included.
 
@@ -285,11 +277,10 @@ def check_fits(mesh: Mesh, config: ModelConfig, *, rows: int = 0, row_tokens: in
         "vocab_size": (config.vocab_size, "vocab"),
     }
     for name, (size, axis) in sizes.items():
-        axes = AXIS_RULES[axis]
-        shards = int(np.prod([mesh.shape[mesh_axis] for mesh_axis in axes]))
-        if size % shards:
-            over = " x ".join(f"{mesh_axis} {mesh.shape[mesh_axis]}" for mesh_axis in axes)
-            raise InputError(f"mesh: {name} = {size} is not divisible by {over}")
+        over = {mesh_axis: mesh.shape[mesh_axis] for mesh_axis in AXIS_RULES[axis]}
+        if size % math.prod(over.values()):
+            named = " x ".join(f"{mesh_axis} {count}" for mesh_axis, count in over.items())
+            raise InputError(f"mesh: {name} = {size} is not divisible by {named}")
 
 
 def on_replicas(function: Callable[..., Any], *, whole: Sequence[int] = (0,)) -> Callable[..., Any]:
@@ -310,16 +301,9 @@ def on_replicas(function: Callable[..., Any], *, whole: Sequence[int] = (0,)) ->
             return PartitionSpec("data") if cut else PartitionSpec()
 
         specs = tuple(
-            jax.tree.map(lambda leaf, number=number: spec_of(number, leaf), argument)
+            jax.tree.map(partial(spec_of, number), argument)
             for number, argument in enumerate(arguments)
         )
-        shares = jax.shard_map(
-            function,
-            in_specs=specs,
-            out_specs=PartitionSpec("data"),
-            axis_names=frozenset(("data",)),
-            check_vma=False,
-        )
-        return shares(*arguments)
+        return _on_shards(function, specs, PartitionSpec("data"), ("data",))(*arguments)
 
     return run

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ NO_LIMIT = 10**30
 
 Messages = Sequence[dict[str, Any]]
 Prompt = str | Sequence[int]
-
 
 CHANGED = (
     "they contain special tokens, which this chat template alters, so that they cannot be "
@@ -137,21 +136,13 @@ class TextCodec:
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text, by default with the special tokens that the tokenizer
-        adds.
-
-        Raises:
-          InputError: the text is not valid Unicode.
-        """
+        adds; refuses, with an `InputError`, what is not valid Unicode."""
         _check_unicode(text)
         return list(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Returns the token ids of a text from `render_chat` or `render_prompt`, or of a part of
-        it; no special tokens are added, since templates write them.
-
-        Raises:
-          InputError: the text is not valid Unicode.
-        """
+        """Returns the token ids, as `encode` does, of a text from `render_chat` or `render_prompt`,
+        or of a part of it; no special tokens are added, since templates write them."""
         if MARK in text and not self.trust_special_tokens:
             _check_unicode(text)
             return self._typed.encode(text)
@@ -166,11 +157,9 @@ class TextCodec:
     def encode_chat(
         self, messages: Messages, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Encodes a conversation with the chat template, ready for the assistant's turn.
-
-        Args:
-          messages: messages as `wedlm_jax.messages.checked_messages` takes them.
-          variables: more variables of the template, such as ``tools``; they override this object's.
+        """Encodes a conversation, as `wedlm_jax.messages.checked_messages` takes it, with the chat
+        template, ready for the assistant's turn. ``variables`` of the template, such as ``tools``,
+        override this object's.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -179,11 +168,7 @@ class TextCodec:
 
     def marked(self, value: Any) -> Any:
         """Returns messages or variables with the special tokens in their texts marked as text, for
-        `encode_rendered`; unchanged if there are none, or if they are trusted.
-
-        Raises:
-          InputError: a text contains the mark already.
-        """
+        `encode_rendered`, unless they are trusted."""
         return value if self.trust_special_tokens else self._typed.marked(value)
 
     def render_prompt(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
@@ -212,11 +197,7 @@ class TextCodec:
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Renders a conversation with the chat template.
-
-        Args:
-          messages: messages from `wedlm_jax.messages.checked_messages`.
-          variables: more variables of the template, such as ``tools``.
+        """Renders messages from `wedlm_jax.messages.checked_messages` with the chat template.
 
         Raises:
           InputError: the tokenizer has no template, or the messages do not fit it.
@@ -236,14 +217,10 @@ class TextCodec:
         return str(text)
 
     def check_tools(self, variables: Mapping[str, Any]) -> None:
-        """Refuses ``tools`` that the chat template does not write: the model would not see them.
-
-        Raises:
-          InputError: there are tools, and the template does not mention them.
-        """
-        if "tools" in variables and "tools" not in str(
-            getattr(self.tokenizer, "chat_template", "")
-        ):
+        """Refuses, with an `InputError`, ``tools`` that the chat template does not mention: the
+        model would not see them."""
+        template = str(getattr(self.tokenizer, "chat_template", ""))
+        if "tools" in variables and "tools" not in template:
             raise InputError("tools: this checkpoint's chat template does not support them")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -373,10 +350,8 @@ class StopStrings:
         """Returns how many characters of ``text`` cannot be part of an unfinished stop string."""
         longest = 0
         for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:size]):
-                    longest = size
-                    break
+            sizes = range(min(len(stop) - 1, len(text)), longest, -1)
+            longest = next((n for n in sizes if text.endswith(stop[:n])), longest)
         return len(text) - longest
 
 
@@ -427,7 +402,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             "prompts: expected a text, a list of token ids, or a list of those, "
             f"not {type(prompts).__name__}"
         )
-    if len(prompts) and all(is_integer_type(kind) for kind in set(map(type, prompts))):
+    if len(prompts) and _are_integers(prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -448,27 +423,22 @@ def for_each(
 
 
 def as_token_ids(prompt: Sequence[int]) -> Sequence[int]:
-    """Returns ``prompt`` if it is a flat list of integers; the engine checks their range.
-
-    Raises:
-      InputError: it is anything else.
-    """
+    """Returns ``prompt`` if it is a flat list of integers, whose range the engine checks; else
+    raises an `InputError`."""
     ids: Any = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-    if (
-        not isinstance(ids, Sequence)
-        or isinstance(ids, str | bytes)
-        or not all(is_integer_type(kind) for kind in set(map(type, ids)))
-    ):
+    listed = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+    if not listed or not _are_integers(ids):
         raise InputError("expected a text or a flat list of token ids")
     return ids
 
 
 def is_integer(value: object) -> bool:
-    return is_integer_type(type(value))
+    return _are_integers([value])
 
 
-def is_integer_type(kind: type) -> bool:
-    return issubclass(kind, (int, np.integer)) and kind is not bool
+def _are_integers(values: Iterable[object]) -> bool:
+    # Long lists have few types.
+    return all(issubclass(t, int | np.integer) and t is not bool for t in set(map(type, values)))
 
 
 @contextlib.contextmanager

@@ -22,11 +22,8 @@ use in programs, so it occurs in no text."""
 
 
 class TypedTokens:
-    """Marks special tokens in messages, and encodes texts that have such marks.
-
-    Args:
-      tokenizer: a tokenizer of `transformers`.
-    """
+    """Marks special tokens in messages, and encodes texts that have such marks, for a tokenizer of
+    `transformers`."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer

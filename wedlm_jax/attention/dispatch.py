@@ -29,15 +29,7 @@ IMPLEMENTATIONS = {
 
 
 def check_runs_on(implementation: str, platform: str) -> None:
-    """Refuses a kernel on devices that it does not run on.
-
-    Args:
-      implementation: a name in `IMPLEMENTATIONS`.
-      platform: JAX's name of a device's platform.
-
-    Raises:
-      InputError: the kernel does not run there; the message names both.
-    """
+    """Refuses, with an `InputError`, a kernel on devices that it does not run on."""
     if implementation == "splash" and platform != "tpu":
         raise InputError(f"attention backend 'splash' is for TPUs, not for {platform!r}")
 
@@ -92,15 +84,13 @@ def attend(
 
 def _attend_dense(q: Array, k: Array, v: Array, visible: Array) -> Array:
     """Computes attention with all scores in memory: the reference."""
-    return _mix(_softmax(_scores(q, k, visible)), v).astype(q.dtype)
+    weights = _softmax(_scores(q, k, visible))
+    return _matmul(weights.astype(v.dtype), v).astype(q.dtype)
 
 
 def _scores(q: Array, k: Array, visible: Array) -> Array:
     """Returns float32 scores ``[B, K, G, T, S]``, −inf where not visible ``[B, T, S]``."""
-    batch, kv_heads, groups, length, head_dim = q.shape
-    flat = q.reshape(batch, kv_heads, groups * length, head_dim)
-    scores = jnp.einsum("bkqd,bksd->bkqs", flat, k, preferred_element_type=jnp.float32)
-    scores = (scores * head_dim**-0.5).reshape(batch, kv_heads, groups, length, -1)
+    scores = _matmul_t(q, k) * q.shape[-1] ** -0.5
     return jnp.where(visible[:, None, None], scores, -jnp.inf)
 
 
@@ -115,11 +105,30 @@ def _softmax(scores: Array) -> Array:
     return weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
 
 
-def _mix(weights: Array, v: Array) -> Array:
-    """Sums values ``[B, K, S, head_dim]`` by weight; float32 ``[B, K, G, T, head_dim]``."""
-    flat = weights.astype(v.dtype).reshape(*weights.shape[:2], -1, weights.shape[-1])
-    out = jnp.einsum("bkqs,bksd->bkqd", flat, v, preferred_element_type=jnp.float32)
-    return out.reshape(*weights.shape[:-1], v.shape[-1])
+# The query heads of one KV head are rows of one product: [B, K, G * m, ·].
+
+
+def _product(formula: str, x: Array, y: Array) -> Array:
+    return jnp.einsum(formula, _rows(x), y, preferred_element_type=jnp.float32)
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _matmul(x: Array, y: Array) -> Array:
+    """Returns float32 ``x @ y``: ``[B, K, G, m, n]`` by ``[B, K, n, d]``."""
+    return _product("bkmn,bknd->bkmd", x, y).reshape(*x.shape[:-1], -1)
+
+
+def _matmul_t(x: Array, y: Array) -> Array:
+    """Returns float32 ``x @ yᵀ``: ``[B, K, G, m, d]`` by ``[B, K, n, d]``."""
+    return _product("bkmd,bknd->bkmn", x, y).reshape(*x.shape[:-1], -1)
+
+
+def _outer(x: Array, y: Array) -> Array:
+    """Returns float32 ``xᵀ @ y`` of ``[B, K, G, m, n]`` and ``[B, K, G, m, d]``, summed over G."""
+    return _product("bkmn,bkmd->bknd", x, _rows(y))
 
 
 def _attend_streams(q: Array, k: Array, v: Array, mask: DualStreamMask) -> Array:
@@ -143,9 +152,9 @@ def _attend_streams(q: Array, k: Array, v: Array, mask: DualStreamMask) -> Array
     inside = CausalMask(folded).dense(*folded.shape)
     scores_own = _unfold_blocks(_scores(q_own, k_own, inside), batch)
 
-    weights = _softmax(jnp.concatenate([scores_memory, scores_own], axis=-1))
-    pred = _mix(weights[..., :length], v_memory)
-    own = _mix(_fold_blocks(weights[..., length:], size), v_own)
+    weights = _softmax(jnp.concatenate([scores_memory, scores_own], axis=-1)).astype(v.dtype)
+    pred = _matmul(weights[..., :length], v_memory)
+    own = _matmul(_fold_blocks(weights[..., length:], size), v_own)
     pred = (pred + _unfold_blocks(own, batch)).astype(q.dtype)
     return jnp.concatenate([memory, pred], axis=3)
 
@@ -299,17 +308,14 @@ def _tile_scores(
     i: Array,
     j: Array,
 ) -> Array:
-    """Returns the float32 scores of a tile, ``[B, K, G, tile, tile]``, −inf where not visible."""
     tile = grid.tile
-    scores = _matmul_t(_take(q, i, tile, 3), _take(k, j, tile, 2)) * q.shape[-1] ** -0.5
+    if limits is not None:
+        # Those taken for a query tile of the memory are not used.
+        limits = _take(limits, i - grid.memory // tile, tile, 1)
     query, key = _take(segments, i, tile, 1), _take(segments, j, tile, 1)
     same = (query[:, :, None] == key[:, None, :]) & (query != PAD_SEGMENT)[:, :, None]
-    if limits is None:
-        seen = same & grid.seen(i, j)
-    else:
-        # The limits taken for a query tile of the memory are not used.
-        seen = same & grid.seen(i, j, _take(limits, i - grid.memory // tile, tile, 1))
-    return jnp.where(seen[:, None, None], scores, -jnp.inf)
+    seen = same & grid.seen(i, j, limits)
+    return _scores(_take(q, i, tile, 3), _take(k, j, tile, 2), seen)
 
 
 def _take(x: Array, index: Array, tile: int, axis: int) -> Array:
@@ -318,28 +324,3 @@ def _take(x: Array, index: Array, tile: int, axis: int) -> Array:
 
 def _put(x: Array, update: Array, index: Array, tile: int, *, axis: int = 3) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(x, update.astype(x.dtype), index * tile, axis)
-
-
-# The query heads of one KV head are rows of one product: [B, K, G * tile, ·].
-
-
-def _matmul(x: Array, y: Array) -> Array:
-    """Returns float32 ``x @ y``: ``[B, K, G, m, n]`` by ``[B, K, n, d]``."""
-    flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    out = jnp.einsum("bkmn,bknd->bkmd", flat, y, preferred_element_type=jnp.float32)
-    return out.reshape(*x.shape[:-1], y.shape[-1])
-
-
-def _matmul_t(x: Array, y: Array) -> Array:
-    """Returns float32 ``x @ yᵀ``: ``[B, K, G, m, d]`` by ``[B, K, n, d]``."""
-    flat = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    out = jnp.einsum("bkmd,bknd->bkmn", flat, y, preferred_element_type=jnp.float32)
-    return out.reshape(*x.shape[:-1], y.shape[2])
-
-
-def _outer(x: Array, y: Array) -> Array:
-    """Returns float32 ``xᵀ @ y`` summed over the group: ``[B, K, G, m, n]``, ``[B, K, G, m,
-    d]``."""
-    flat_x = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    flat_y = y.reshape(*y.shape[:2], -1, y.shape[-1])
-    return jnp.einsum("bkmn,bkmd->bknd", flat_x, flat_y, preferred_element_type=jnp.float32)

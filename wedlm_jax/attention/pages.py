@@ -7,16 +7,13 @@ index 2k of the third axis is key head k and 2k + 1 value head k. Layer l owns t
 Page 0 of each layer is the *trash page*: no sequence owns it, and padding is written there.
 
 Keys and values may be rounded to 8-bit integers, with a scale for each head of each token. They are
-rounded before their first use: a forward attends even to its own tokens with the rounding of the
-cache. So it makes no difference whether a token's keys come from the window, the same prompt chunk
-or the cache, and a completion depends neither on chunks and sizes nor, in mode "verified", on the
-window.
+rounded before their first use, even by their own forward. So a completion depends neither on chunks
+and sizes nor, in mode "verified", on the window.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +23,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.sharding import AXIS_RULES
+from wedlm_jax.sharding import AXIS_RULES, shards
 
 LARGEST = 127.0
 
@@ -34,13 +31,9 @@ LARGEST = 127.0
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Int8Rows:
-    """``values [..., head_dim] * scales [...]``.
+    """``values`` (int8 ``[..., head_dim]``, −127 to 127) times ``scales`` (float32 ``[...]``).
 
     The scales are separate: among the values, each would take a whole vector's space on a TPU.
-
-    Attributes:
-      values: int8 ``[..., head_dim]``, −127 to 127.
-      scales: float32 ``[...]``.
     """
 
     values: Array
@@ -93,19 +86,12 @@ class Spans:
 
     @property
     def num_sequences(self) -> int:
-        """N."""
         return self.kv_lengths.shape[0]
 
     def owners(self, size: int) -> tuple[Array, Array, Array]:
-        """Returns the owner of each of T flat tokens.
-
-        Args:
-          size: T.
-
-        Returns:
-          int32 ``[T]`` the sequence, int32 ``[T]`` the token's place in it, and bool ``[T]``
-          whether it is a real token. For padding the first two are in range, but meaningless.
-        """
+        """Returns for each of T = ``size`` flat tokens its sequence and its place in it, int32
+        ``[T]``, and whether it is a real token, bool ``[T]``. For padding the first two are in
+        range, but meaningless."""
         token = jnp.arange(size, dtype=jnp.int32)
         # For few sequences, comparing with all starts is faster than a binary search.
         before = (token[:, None] >= self.query_starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
@@ -117,11 +103,8 @@ class Spans:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PageCopies:
-    """Keys and values that every layer copies from one place of its pages to another.
-
-    Attributes:
-      sources, targets: int32 ``[C]``, ``page * page_size + offset`` in layer 0.
-    """
+    """Places, int32 ``[C]`` as from `token_places`, between which every layer copies keys and
+    values."""
 
     sources: Array
     targets: Array
@@ -133,9 +116,7 @@ def allocate_pages(
     """Allocates a pool; under a mesh it is sharded by replicas and heads.
 
     Args:
-      config: config of the model.
       num_pages: number of pages per layer and replica, the trash page included.
-      page_size: tokens per page.
       dtype: dtype of the values; int8 for `Int8Rows`.
       replicas: number of pools, which follow each other in the first axis.
     """
@@ -174,9 +155,9 @@ def pool_spec(pages: Pages) -> Any:
 def on_own_heads(function: Callable[..., Any], specs: list[Any], out: Any) -> Callable[..., Any]:
     """Makes each device run ``function`` on its own heads, since the compiler cannot partition a
     kernel and must not gather a pool. Returns ``function`` itself if heads are not sharded."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or math.prod(mesh.shape[axis] for axis in AXIS_RULES["attention_heads"]) == 1:
+    if shards("attention_heads") == 1:
         return function
+    mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     return jax.shard_map(
         function, in_specs=tuple(specs), out_specs=out, axis_names=free, check_vma=False
@@ -184,16 +165,8 @@ def on_own_heads(function: Callable[..., Any], specs: list[Any], out: Any) -> Ca
 
 
 def token_places(spans: Spans, size: int, page_size: int) -> Array:
-    """Returns where the keys and values of T flat tokens go in the pages of layer 0.
-
-    Args:
-      spans: spans of this forward.
-      size: T.
-      page_size: tokens per page.
-
-    Returns:
-      int32 ``[T]``, ``page * page_size + offset``; for padding, places in the trash page.
-    """
+    """Returns where the keys and values of T = ``size`` flat tokens go in the pages of layer 0:
+    int32 ``[T]``, ``page * page_size + offset``; for padding, places in the trash page."""
     sequence, place, real = spans.owners(size)
     page = spans.page_table[sequence, place // page_size]
     padding = jnp.arange(size, dtype=jnp.int32) % page_size

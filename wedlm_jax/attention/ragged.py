@@ -58,12 +58,7 @@ VMEM_LIMIT = 64 * 2**20
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LiveSpans:
-    """The spans of a forward, those with tokens first.
-
-    Attributes:
-      spans: spans of N sequences, of which only the first ``count`` have tokens.
-      count: int32 ``[1]``, how many have tokens.
-    """
+    """The spans of a forward, of which only the first ``count`` (int32 ``[1]``) have tokens."""
 
     spans: Spans
     count: Array
@@ -105,7 +100,6 @@ def check_ragged_backend(
     Args:
       name: a name in `RAGGED_BACKENDS`; None for the platform's default.
       platform: JAX's name of the devices' platform.
-      config: config of the model.
       int8: whether the pages hold 8-bit integers.
 
     Raises:
@@ -141,9 +135,7 @@ def attention_plan(
     """Computes what the attention of T flat tokens needs once for all layers.
 
     Args:
-      spans: spans of this forward.
       num_tokens: T.
-      page_size: tokens per page.
       implementation: a name in `RAGGED_BACKENDS`.
       deterministic: compute all spans in the same way, so that a token's result is bit-identical
         however its sequence is divided into spans.
@@ -152,21 +144,12 @@ def attention_plan(
         raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
     if implementation == "rpa":
         return live_first(spans)
-    return make_tiles(
-        spans,
-        num_tokens,
-        page_size,
-        deterministic=deterministic,
-        together=implementation == "gather",
-    )
+    together = implementation == "gather"
+    return make_tiles(spans, num_tokens, page_size, deterministic=deterministic, together=together)
 
 
 def attend_pages(
-    queries: Array,
-    pages: Pages,
-    plan: Plan,
-    layer: Array | int,
-    num_pages: int,
+    queries: Array, pages: Pages, plan: Plan, layer: Array | int, num_pages: int
 ) -> Array:
     """Computes causal softmax attention of flat tokens over the pages of their sequences.
 

@@ -18,12 +18,13 @@ more work, but thousands of times fewer iterations.
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from wedlm_jax.attention.pages import Int8Rows, Pages, Spans
+from wedlm_jax.attention.pages import Pages, Spans, to_float
 
 BLOCK = 128
 """Approximate number of places per block."""
@@ -94,9 +95,7 @@ def make_tiles(
     """Returns the tiles of T flat tokens.
 
     Args:
-      spans: spans of this forward.
       num_tokens: T.
-      page_size: tokens per page.
       tile: tokens per tile; by default as many as a span has if all sequences have equal ones,
         within `SHORTEST_TILE` and `TILE`.
       block: approximate number of places per block.
@@ -190,10 +189,6 @@ class _Reader:
     def block(self) -> int:
         return self.pages_per_block * self.pages.shape[1]
 
-    @property
-    def most_blocks(self) -> int:
-        return self.table.shape[1] // self.pages_per_block
-
     def read(self, sequence: Array, number: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
         """Returns the keys and values, ``[R, K, block, head_dim]``, of block ``number`` of R
         sequences."""
@@ -208,14 +203,8 @@ class _Reader:
             taken = _at(pairs[:, :, :, kind], table)
             return taken.reshape(table.shape[0], -1, *taken.shape[3:]).swapaxes(1, 2)
 
-        pages = self.pages
-        if isinstance(pages, Int8Rows):
-            keys, values = (
-                (of(pages.values, kind).astype(jnp.float32) * of(pages.scales, kind)[..., None])
-                for kind in (0, 1)
-            )
-            return keys.astype(dtype), values.astype(dtype)
-        return of(pages, 0), of(pages, 1)
+        keys, values = (jax.tree.map(partial(of, kind=kind), self.pages) for kind in (0, 1))
+        return to_float(keys, dtype), to_float(values, dtype)
 
 
 def _at(x: Array, *index: Array) -> Array:
@@ -238,18 +227,9 @@ class _Sums:
     total: Array
     mixed: Array
 
-    @classmethod
-    def empty(cls, shape: tuple[int, ...]) -> _Sums:
-        rows = shape[:-1]
-        return cls(
-            jnp.full(rows, -jnp.inf, jnp.float32),
-            jnp.zeros(rows, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-        )
-
 
 def _attend_list(queries: Array, reader: _Reader, tiles: TileList, out: Array | None) -> Array:
-    """Computes attention for the tokens of these tiles, written into ``out [T, H, head_dim]``."""
+    """Writes the attention of these tiles' tokens into ``out [T, H, head_dim]``."""
     size, heads, head_dim = queries.shape
     kv_heads = reader.pages.shape[2] // 2
     group, tile, at_once = heads // kv_heads, tiles.tile, tiles.at_once
@@ -300,7 +280,6 @@ def _over_blocks(
       sequence: int32 ``[R]``.
       place: int32 ``[R, M]``, the place of each row of ``q``.
       blocks: int32 ``[R]``, how many blocks each tile sees; descending unless ``together``.
-      together: compute every block for all tiles, even if only a few of them see it.
 
     Returns:
       float32 ``[R, K, M, head_dim]``; arbitrary for a tile without blocks.
@@ -310,8 +289,9 @@ def _over_blocks(
     def add(number: Array | int, sums: _Sums) -> _Sums:
         return _add_block(q, reader, sequence, place, jnp.asarray(number, jnp.int32), sums)
 
-    sums = _Sums.empty(q.shape)
-    if reader.most_blocks == 1:
+    nothing = jnp.zeros(q.shape[:-1], jnp.float32)
+    sums = _Sums(jnp.full_like(nothing, -jnp.inf), nothing, jnp.zeros(q.shape, jnp.float32))
+    if reader.table.shape[1] == reader.pages_per_block:
         sums = add(0, sums)
         return sums.mixed / sums.total[..., None]
     # Blocks that at least half of the tiles see are computed for all; the rest one by one.
@@ -330,15 +310,14 @@ def _over_blocks(
             def take(x: Array) -> Array:
                 return jax.lax.dynamic_slice_in_dim(x, at, 1, allow_negative_indices=False)
 
+            def put(x: Array, part: Array) -> Array:
+                return jax.lax.dynamic_update_slice_in_dim(
+                    x, part, at, 0, allow_negative_indices=False
+                )
+
             part = jax.tree.map(take, sums)
             part = _add_block(take(q), reader, take(sequence), take(place), number, part)
-            return jax.tree.map(
-                lambda x, y: jax.lax.dynamic_update_slice_in_dim(
-                    x, y, at, 0, allow_negative_indices=False
-                ),
-                sums,
-                part,
-            )  # type: ignore[no-any-return]
+            return jax.tree.map(put, sums, part)  # type: ignore[no-any-return]
 
         sums = jax.lax.fori_loop(0, ends[-1], add_one, sums)
     return sums.mixed / sums.total[..., None]

@@ -82,11 +82,8 @@ class DualStreamPattern(_ComputableMask):
             self.q_sequence = (self._numbers | last).astype(np.int32)
 
     def numbers(self, limits: Array) -> Array:
-        """Returns the numbers of the queries of one row, int32 ``[T]``, for a grid with a unit.
-
-        Args:
-          limits: int32 ``[prediction]``, tokens of the memory before each prediction token's block.
-        """
+        """Returns the numbers of the queries of one row, int32 ``[T]``, for a grid with a unit,
+        from its `TiledMask.limits`."""
         blocks = jnp.pad(limits // self.grid.unit << self._bits, (self.grid.memory, 0))
         return blocks | jnp.asarray(self._numbers, jnp.int32)
 
@@ -152,15 +149,11 @@ def attend_splash(
 def _of_row(
     kernel: SplashAttentionKernel, grid: TileGrid, segments: Array, limits: Array | None = None
 ) -> SplashAttentionKernel:
-    """Returns the kernel for one row: without the tiles in which no query and key belong to the
-    same sample, and with the places of its prediction blocks.
+    """Returns the kernel for one row with ``segments [T]``: without the tiles in which no query and
+    key belong to the same sample, and with the places of its prediction blocks.
 
     The kernel's own lists of tiles cover the static pattern only. They are arrays, so tiles can be
     struck from them on the device.
-
-    Args:
-      segments: int32 ``[T]``.
-      limits: int32 ``[prediction]`` for a grid with a unit.
     """
     row_limits = None if limits is None else limits[None]
     shared = tiles_that_meet(grid, segments[None], row_limits)[0]
@@ -175,14 +168,10 @@ def _of_row(
 
 
 def _strike(tiles: Any, shared: Array, *, by_key: bool) -> Any:
-    """Strikes tiles from one of the kernel's lists, ``[1, rows, columns]``.
-
-    Args:
-      tiles: the list; ``data_next`` has the number of the key tile at each place, in the row of its
-        query tile. With ``by_key``, as in the backward pass, it has the number of the query tile,
-        in the column of its key tile.
-      shared: bool ``[query tile, key tile]``, which tiles may stay.
-    """
+    """Strikes tiles from one of the kernel's lists, ``[1, rows, columns]``, that are not in
+    ``shared`` (bool ``[query tile, key tile]``). Its ``data_next`` has the number of the key tile
+    at each place, in the row of its query tile. With ``by_key``, as in the backward pass, it has
+    the number of the query tile, in the column of its key tile."""
     other = tiles.data_next[0].astype(jnp.int32)
     row, column = (jax.lax.broadcasted_iota(jnp.int32, other.shape, axis) for axis in (0, 1))
     visited = (tiles.block_mask[0] > 0) & (shared[other, column] if by_key else shared[row, other])
@@ -201,11 +190,9 @@ def _strike(tiles: Any, shared: Array, *, by_key: bool) -> Any:
 
 @lru_cache
 def _pattern(grid: TileGrid) -> _ComputableMask:
-    return (
-        DualStreamPattern(grid)
-        if grid.prediction
-        else splash.CausalMask((grid.memory, grid.memory))
-    )
+    if grid.prediction:
+        return DualStreamPattern(grid)
+    return splash.CausalMask((grid.memory, grid.memory))
 
 
 def _kernel(grid: TileGrid, heads: int, interpret: bool) -> SplashAttentionKernel:
@@ -214,17 +201,10 @@ def _kernel(grid: TileGrid, heads: int, interpret: bool) -> SplashAttentionKerne
     One kernel computes all gradients. Separate kernels for queries and keys would each compute the
     scores and their gradients: seven products per tile instead of five.
     """
-    tile = grid.tile
-    sizes = splash.BlockSizes(
-        block_q=tile,
-        block_kv=tile,
-        block_q_dkv=tile,
-        block_kv_dkv=tile,
-        use_fused_bwd_kernel=True,
-    )
+    sides: Any = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), grid.tile)
     return splash.make_splash_mha_single_device(
         splash.MultiHeadMask([_pattern(grid)] * heads),
-        block_sizes=sizes,
+        block_sizes=splash.BlockSizes(**sides, use_fused_bwd_kernel=True),
         residual_checkpoint_name=ATTENDED,
         interpret=interpret,
     )

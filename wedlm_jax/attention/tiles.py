@@ -39,13 +39,10 @@ def tile_side(length: int, given: int = 0, kind: str | None = None) -> int:
       given: the recipe's value; 0 chooses by device.
       kind: kind of the device; by default that of the current mesh.
     """
-    side = given or TILES.get(_kind_of_mesh() if kind is None else kind, UNKNOWN)
-    return min(side, -(-length // LANES) * LANES)
-
-
-def _kind_of_mesh() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return "" if device is None else device.device_kind
+    if kind is None and device is not None:
+        kind = device.device_kind
+    return min(given or TILES.get(kind or "", UNKNOWN), padded(length, LANES))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +78,9 @@ class TileGrid:
         return np.array(tiles, np.int32)
 
     def seen(self, query_tile: Array, key_tile: Array, limits: Array | None = None) -> Array:
-        """Returns the mask within one tile, without segments.
-
-        Args:
-          query_tile, key_tile: the numbers of the query tile and the key tile.
-          limits: for a grid with a ``unit``, int32 ``[B, tile]``: how many tokens of the memory
-            come before the block of each query of the prediction stream.
-
-        Returns:
-          bool ``[tile, tile]``, or with limits ``[B, tile, tile]``.
-        """
+        """Returns the mask within one tile, without segments: bool ``[tile, tile]``. For a grid
+        with a ``unit`` it is ``[B, tile, tile]``, and ``limits`` (int32 ``[B, tile]``) are how many
+        tokens of the memory come before the block of each query of the prediction stream."""
         count = self.memory // self.tile
         within = jnp.arange(self.tile)
         query = (query_tile * self.tile + within)[:, None]
@@ -144,13 +134,8 @@ class TiledMask:
 def in_tiles(
     mask: CausalMask | DualStreamMask, shape: tuple[int, int], side: Callable[[int, int], int]
 ) -> TiledMask:
-    """Cuts a mask into tiles.
-
-    Args:
-      mask: the mask.
-      shape: (B, T), the rows and tokens that it covers.
-      side: returns the side of the tiles for the length of the first stream and the block size.
-    """
+    """Cuts a mask over ``shape`` = (B, T) into tiles, whose side ``side`` returns for the length of
+    the first stream and the block size."""
     limits, size, unit = None, 1, 0
     lengths: tuple[int, ...] = (shape[1],)
     if isinstance(mask, CausalMask):
@@ -178,16 +163,9 @@ def padded(length: int, tile: int) -> int:
 
 
 def tiles_that_meet(grid: TileGrid, segments: Array, limits: Array | None = None) -> Array:
-    """Returns for each row of a batch which tiles may be visible, going by its segments and the
-    places of its prediction blocks alone; `TileGrid.visible` excludes further tiles.
-
-    Args:
-      segments: int32 ``[B, T]`` of both streams, in which samples are numbered in order.
-      limits: int32 ``[B, prediction]``, `TiledMask.limits`.
-
-    Returns:
-      bool ``[B, query tile, key tile]``.
-    """
+    """Returns for each row of a batch which tiles may be visible, bool ``[B, query tile, key
+    tile]``, going by `TiledMask.segments` and `TiledMask.limits` alone; `TileGrid.visible` excludes
+    further tiles."""
     samples = segments.reshape(segments.shape[0], -1, grid.tile)
     first = jnp.where(samples == PAD_SEGMENT, jnp.iinfo(jnp.int32).max, samples).min(-1)
     last = samples.max(-1)

@@ -5,10 +5,9 @@ The adapters of an ordinary finetune name their base model and are read as a mer
 matrix is merged as it is read, W + s B A, row by row, so that such a folder can be used wherever a
 model can. Nothing is written, and no merged copy is kept.
 
-A drafter's adapters act on masks only, so they must not be merged. The configuration says so under
-``wedlm``, a key that PEFT's tools do not know, with the width of the windows that they were trained
-on and a digest of their base model. A mask's embedding and the previous-token head are additional
-tensors.
+A drafter's adapters act on masks only and must not be merged. The configuration says so under the
+key ``wedlm``, with the width of the windows that they were trained on and a digest of their base
+model. A mask's embedding and the previous-token head are additional tensors.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from wedlm_jax.host.processes import jax_processes, replacing_together
 from wedlm_jax.host.storage import as_path
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import TARGETS, LoraConfig, with_adapters
+from wedlm_jax.option_values import is_number
 from wedlm_jax.sharding import tree_shardings
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -65,10 +65,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 class PeftCheckpoint(Checkpoint):
     """A base model with the adapters of a folder merged in.
 
-    Args:
-      folder: the adapters' folder.
-      base: their base model, open.
-
     Raises:
       InputError: the adapters are of another kind, are truncated, or do not fit the base.
     """
@@ -85,18 +81,19 @@ class PeftCheckpoint(Checkpoint):
         self._base = base
         self.tokenizer_folder = folder if has_tokenizer else base.tokenizer_folder
         tensors = dict(base.tensors)
-        for name, (a, b) in _pairs(SafetensorsFile(folder / ADAPTER_WEIGHTS)).items():
+        path = folder / ADAPTER_WEIGHTS
+        for name, (a, b) in _pairs(SafetensorsFile(path)).items():
             if name not in tensors or len(tensors[name].shape) != 2:
                 raise InputError(
-                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r}, which is not a matrix "
-                    f"of the base model in {base.folder}"
+                    f"{path}: adapters of {name!r}, which is not a matrix of the base model in "
+                    f"{base.folder}"
                 )
             if a.shape[0] != rank:  # the scale would be wrong, too
                 raise InputError(
-                    f"{folder / ADAPTER_WEIGHTS}: adapters of {name!r} have rank {a.shape[0]}, but "
-                    f"{ADAPTER_CONFIG} says r {rank}"
+                    f"{path}: adapters of {name!r} have rank {a.shape[0]}, but {ADAPTER_CONFIG} "
+                    f"says r {rank}"
                 )
-            tensors[name] = _merged(tensors[name], a, b, scale, folder)
+            tensors[name] = _merged(tensors[name], a, b, scale, path)
         self.tensors = tensors
 
     def write_tokenizer(self, destination: Path) -> None:
@@ -126,8 +123,7 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
             if drafter
             else f"{folder}: a drafter, not a model; pass its model, and this folder as the drafter"
         )
-    if content.get("peft_type") != "LORA":
-        kind = content.get("peft_type")
+    if (kind := content.get("peft_type")) != "LORA":
         raise InputError(
             f"{path}: expected LORA as peft_type, not {kind!r}; other types are not supported"
         )
@@ -136,7 +132,7 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
             raise InputError(f"{path}: {field} {value!r} is not supported; merge it with PEFT")
     for field in ("r", "lora_alpha"):
         value = content.get(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not is_number(value) or value <= 0:
             raise InputError(f"{path}: expected a number above 0 as {field}, not {value!r}")
     return content
 
@@ -174,15 +170,15 @@ def _pairs(file: SafetensorsFile) -> dict[str, tuple[DeferredArray, DeferredArra
 
 
 def _merged(
-    weight: DeferredArray, a: DeferredArray, b: DeferredArray, scale: float, folder: Path
+    weight: DeferredArray, a: DeferredArray, b: DeferredArray, scale: float, path: Path
 ) -> DeferredArray:
     """Returns ``W + s B A``, computed in float32 and rounded to the dtype of W."""
     n_out, n_in = weight.shape
     rank = a.shape[0]
     if a.shape != (rank, n_in) or b.shape != (n_out, rank):
         raise InputError(
-            f"{folder / ADAPTER_WEIGHTS}: A {list(a.shape)} and B {list(b.shape)} do not fit "
-            f"{weight.name!r} of shape {list(weight.shape)}; they belong to another model"
+            f"{path}: A {list(a.shape)} and B {list(b.shape)} do not fit {weight.name!r} of shape "
+            f"{list(weight.shape)}; they belong to another model"
         )
 
     def read_rows(rows: slice) -> Rows:
@@ -218,9 +214,7 @@ def save_drafter(
 
     Args:
       adapters: the `nnx.LoRAParam` of a model with stacked layers.
-      lora: their configuration.
       folder: folder to write; appears whole, and replaces an earlier one.
-      base: their base model.
       dtype: "float32", "bfloat16" or "float16".
     """
     tensors, values = [], []
@@ -264,13 +258,8 @@ def check_drafter(folder: Path) -> None:
 def with_drafter(
     model: Transformer, base: Checkpoint, folder: str | Path, mesh: Mesh | None = None
 ) -> Transformer:
-    """Reads a drafter and adds it to its model.
-
-    Args:
-      model: the checkpoint's model, in any layout; it is changed, and returned.
-      base: the checkpoint.
-      folder: the drafter's folder.
-      mesh: the model's mesh.
+    """Reads a drafter, adds it to the model of ``base``, in any layout and on any mesh, and returns
+    the model.
 
     Raises:
       InputError: a file is not a drafter's, or belongs to another model; the message names it.
@@ -285,14 +274,8 @@ def with_drafter(
 
 
 def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
-    """Reads the adapters of a drafter.
-
-    Args:
-      folder: the drafter's folder.
-      parameters: the `nnx.LoRAParam` of its model, in any layout, or their shapes.
-
-    Returns:
-      the parameters with the file's values, as float32 NumPy arrays.
+    """Returns the `nnx.LoRAParam` of a drafter's model, in any layout, with the values of the
+    drafter in ``folder`` as float32 NumPy arrays.
 
     Raises:
       InputError: a tensor is missing or does not fit; the message names it and the file.

@@ -80,6 +80,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--config",
+        dest="config_from",
         metavar="DIR",
         help="SOURCE is a training run: take config.json and the tokenizer from DIR [its model/]",
     )
@@ -100,7 +101,7 @@ def export(arguments: list[str]) -> int:
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
     )
-    parser.set_defaults(to=HF, model_type=STOCK, config=None)
+    parser.set_defaults(to=HF, model_type=STOCK)
     return _run(parser.parse_args(arguments))
 
 
@@ -109,15 +110,7 @@ def _run(options: argparse.Namespace) -> int:
     # Nothing here is computed on a device, and a device that is in use should be left alone.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     start = time.monotonic()
-    done = convert(
-        options.source,
-        options.destination,
-        to=options.to,
-        dtype=options.dtype,
-        model_type=options.model_type,
-        force=options.force,
-        config_from=options.config,
-    )
+    done = convert(**vars(options))
     file = packaged_file(options.source)
     from_file = "" if file is None else f" from {file}"
     print(
@@ -191,13 +184,12 @@ def convert(
             else:
                 write_config(new_folder, raw)
             opened.write_tokenizer(new_folder)
-    except (InputError, StorageFailure):
-        raise
     except OSError as error:
         raise file_error(destination, "cannot be written", error) from None
     except Exception as error:
-        if not is_of_storage(error):  # which orbax wraps in its own
+        if isinstance(error, InputError | StorageFailure) or not is_of_storage(error):
             raise
+        # Orbax wraps errors of storage in its own.
         raise StorageFailure(
             f"{destination}: cannot be written ({storage_message(error)})"
         ) from None

@@ -31,7 +31,7 @@ from wedlm_jax.checkpoint.hf import PART_TENSORS, Checkpoint, values_by_dtype
 from wedlm_jax.checkpoint.names import PARAMETER_TABLE
 from wedlm_jax.checkpoint.safetensors import DeferredArray, Rows, array_in_rows
 from wedlm_jax.config import config_from_hf, config_to_hf
-from wedlm_jax.errors import InputError, require_extra, shortened
+from wedlm_jax.errors import InputError, require_extra, shortened, told_with
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architecture names, the same in GGUF and here. Mistral's files also say "llama"."""
@@ -116,19 +116,18 @@ class GGUFCheckpoint(Checkpoint):
                 f"{path}: one of {self.metadata['split.count']} parts; join them with "
                 "`llama-gguf-split --merge`"
             )
+        known = (*PLAIN, *QUANTIZED)
         for tensor in reader.tensors:
-            if (kind := tensor.tensor_type.name) not in (*PLAIN, *QUANTIZED):
+            if (kind := tensor.tensor_type.name) not in known:
                 raise self._fail(
                     f"tensor {tensor.name!r} is of type {kind}, which is not supported (only "
-                    f"{', '.join((*PLAIN, *QUANTIZED))})"
+                    f"{', '.join(known)})"
                 )
         self._stored = {_renamed(tensor.name, HF_NAMES): tensor for tensor in reader.tensors}
         self._llama3_factors = self._stored.pop(ROPE_FACTORS, None)
         raw = self._raw_config()
-        try:
+        with told_with(path):
             self.config = config_from_hf(raw)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
         self.tensors = {name: self._tensor(name, tensor) for name, tensor in self._stored.items()}
         dtype = next(iter(values_by_dtype(self.tensors.values())))
         self.raw_config = config_to_hf(self.config, dtype=dtype)
@@ -137,11 +136,7 @@ class GGUFCheckpoint(Checkpoint):
         return InputError(f"{self.folder}: {what}")
 
     def _raw_config(self) -> dict[str, Any]:
-        """Returns the metadata as the content of a ``config.json``.
-
-        Raises:
-          InputError: it asks for something unsupported, or lacks a number.
-        """
+        """Returns the metadata as the content of a ``config.json``."""
         architecture = self.metadata.get("general.architecture")
         if architecture not in ARCHITECTURES:
             raise self._fail(
@@ -181,7 +176,12 @@ class GGUFCheckpoint(Checkpoint):
                     "dimensions of a head)"
                 )
         raw["rope_scaling"] = self._rope_scaling(fields, raw)
-        return raw | self._token_ids()
+        ends = [self._token_id(name) for name in ("eos", "eot", "eom")]
+        return raw | {
+            "bos_token_id": self._token_id("bos"),
+            "pad_token_id": self._token_id("padding"),
+            "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
+        }
 
     def _rope_scaling(self, fields: Mapping[str, Any], raw: Mapping[str, Any]) -> Any:
         kind = fields.get("rope.scaling.type", "none")
@@ -195,11 +195,8 @@ class GGUFCheckpoint(Checkpoint):
         return scaling
 
     def _llama3_scaling(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the parameters of Llama 3's scaling; the file has only the resulting factors.
-
-        Raises:
-          InputError: the factors do not result from the parameters of Llama 3.1 to 3.3.
-        """
+        """Returns the parameters of Llama 3's scaling (3.1 to 3.3), of which the file has only the
+        resulting factors."""
         from wedlm_jax.model.rope import inverse_frequencies
 
         factors = _values(self._llama3_factors, slice(None)).reshape(-1)
@@ -212,16 +209,8 @@ class GGUFCheckpoint(Checkpoint):
             raise self._fail(f"tensor {ROPE_FACTORS!r}: not the RoPE factors of a Llama 3")
         return scaling
 
-    def _token_ids(self) -> dict[str, Any]:
-        def token_id(name: str) -> Any:
-            return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-
-        ends = [token_id(name) for name in ("eos", "eot", "eom")]
-        return {
-            "bos_token_id": token_id("bos"),
-            "pad_token_id": token_id("padding"),
-            "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
-        }
+    def _token_id(self, name: str) -> Any:
+        return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
 
     def stored_name(self, name: str) -> str:
         return _renamed(name, GGUF_NAMES)
@@ -271,11 +260,7 @@ def _values(tensor: Any, rows: Any) -> np.ndarray:
 
 
 def _opened(path: Path) -> Any:
-    """Returns a `gguf.GGUFReader` of a file.
-
-    Raises:
-      InputError: it is truncated, or not GGUF.
-    """
+    """Returns a `gguf.GGUFReader` of a file; refuses one that is truncated or not GGUF."""
     from gguf import GGUFReader
 
     try:
@@ -283,8 +268,7 @@ def _opened(path: Path) -> Any:
     except Exception as error:
         # The reader takes any bytes for numbers, so a damaged file can raise anything.
         if unknown := re.search(r"(\d+)\)? is not a valid GGMLQuantizationType", str(error)):
-            kind = f"a tensor has the unknown type {unknown[1]}"
-            raise InputError(f"{path}: {kind}") from None
+            raise InputError(f"{path}: a tensor has the unknown type {unknown[1]}") from None
         raise InputError(f"{path}: truncated or not a valid GGUF file") from None
 
 
@@ -332,8 +316,8 @@ def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> No
     """Writes ``tokenizer.json`` and ``tokenizer_config.json``, the chat template in the latter.
 
     Args:
-      path: the file, for messages.
-      metadata: the file's metadata, by key.
+      path: the GGUF file, for messages.
+      metadata: its metadata, by key.
       folder: where to write.
 
     Raises:
@@ -349,16 +333,17 @@ def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> No
         raise InputError(f"{path}: tokenizer {kind!r} is not supported (only gpt2, llama)")
     types = fields.get("token_type") or [1] * len(tokens)
     known = {token: i for i, token in enumerate(tokens) if types[i] != UNUSED}
+    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
     if kind == "gpt2":
-        tokenizer, begins = _byte_level(path, fields, known)
+        tokenizer, begins = _byte_level(path, fields.get("pre"), known, merges)
     else:
-        tokenizer, begins = _sentencepiece(fields, known), True
-    for special in (True, False):
-        kind_of_token = CONTROL if special else USER_DEFINED
+        tokenizer, begins = _sentencepiece(fields, known, merges), True
+    for of_type in (CONTROL, USER_DEFINED):
+        special = of_type == CONTROL
         added = [
             AddedToken(token, special=special, normalized=False)
             for token, i in known.items()
-            if types[i] == kind_of_token
+            if types[i] == of_type
         ]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
     names = {
@@ -386,24 +371,22 @@ def _token(tokens: list[str], number: Any) -> str | None:
 
 
 def _byte_level(
-    path: Path, fields: Mapping[str, Any], known: dict[str, int]
+    path: Path, name: Any, known: dict[str, int], merges: list[Any]
 ) -> tuple[Tokenizer, bool]:
-    """Returns a BPE of bytes, and whether its texts begin with the BOS token by default."""
-    name = fields.get("pre")
+    """Returns a BPE of bytes with the pre-tokenizer ``name``, and whether its texts begin with the
+    BOS token by default."""
     if name not in SPLITS:
         raise InputError(
             f"{path}: pre-tokenizer {name!r} is not supported (only {', '.join(SPLITS)})"
         )
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
     begins = name in BEGINS_TEXTS
     tokenizer = Tokenizer(models.BPE(vocab=known, merges=merges, ignore_merges=begins))
-    split = SPLITS[name]
+    split, by_pattern = SPLITS[name], False
     steps: list[Any] = []
     if split == "digits":
         steps = [pre_tokenizers.Digits(individual_digits=True)]
     elif split is not None:
-        steps = [pre_tokenizers.Split(Regex(split), behavior="isolated")]
-    by_pattern = split not in (None, "digits")
+        steps, by_pattern = [pre_tokenizers.Split(Regex(split), behavior="isolated")], True
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not by_pattern))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if split == _QWEN2:
@@ -412,9 +395,10 @@ def _byte_level(
     return tokenizer, begins
 
 
-def _sentencepiece(fields: Mapping[str, Any], known: dict[str, int]) -> Tokenizer:
+def _sentencepiece(
+    fields: Mapping[str, Any], known: dict[str, int], merges: list[Any]
+) -> Tokenizer:
     """Returns a BPE of characters, spaces written as "▁", that falls back to bytes."""
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("merges", ())]
     unknown = _token(fields["tokens"], fields.get("unknown_token_id", 0))
     tokenizer = Tokenizer(
         models.BPE(

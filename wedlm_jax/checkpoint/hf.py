@@ -17,7 +17,7 @@ from typing import Any
 from wedlm_jax.checkpoint import HF
 from wedlm_jax.checkpoint.safetensors import DeferredArray, SafetensorsFile, write_safetensors
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json, read_object
-from wedlm_jax.errors import InputError, StorageFailure, shortened
+from wedlm_jax.errors import InputError, StorageFailure, shortened, told_with
 from wedlm_jax.host.atomic import part_folder
 from wedlm_jax.host.processes import ALONE, Processes
 from wedlm_jax.host.storage import as_path, copy_file, is_remote
@@ -123,33 +123,25 @@ class HFCheckpoint(Checkpoint):
 
 
 def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) -> ModelConfig:
-    """Returns the architecture that ``raw`` describes. Its stop tokens include those of
-    `generation_config.json`, often the only place that names a chat model's end of turn.
-
-    Args:
-      folder: where `generation_config.json` is read; named in errors.
-      raw: the content of ``config.json``.
-      tensors: the Hugging Face names of the existing tensors.
-    """
+    """Returns the architecture that ``raw``, the content of the folder's ``config.json``, describes
+    together with the Hugging Face names of the tensors. Its stop tokens include those of
+    `generation_config.json`, often the only place that names a chat model's end of turn."""
     raw = dict(raw)
     if raw.get("model_type") == "wedlm":
         # Models of any family can have this type; the tensors show what the file leaves out.
         for part, tensor in PART_TENSORS.items():
             raw.setdefault(part, f"model.layers.0.{tensor}" in tensors)
-    try:
-        config = config_from_hf(raw)
-    except InputError as error:
-        raise InputError(f"{folder / 'config.json'}: {error}") from None
-    except (TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{folder / 'config.json'}: model config: a field is malformed ({error})"
-        ) from None
+    with told_with(folder / "config.json"):
+        try:
+            config = config_from_hf(raw)
+        except InputError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"model config: a field is malformed ({error})") from None
     generation = read_generation_config(folder)
     ends = tuple(dict.fromkeys((*config.eos_token_ids, *generation.eos_token_ids)))
-    try:
+    with told_with(generation.path):
         return dataclasses.replace(config, eos_token_ids=ends)
-    except InputError as error:
-        raise InputError(f"{generation.path}: {error}") from None
 
 
 def write_config(folder: Path, raw: dict[str, Any]) -> None:
@@ -201,10 +193,8 @@ class GenerationConfig:
         Raises:
           InputError: a value is out of its field's range.
         """
-        try:
+        with told_with(self.path):
             return SamplingParams(**self.advised)
-        except InputError as error:
-            raise InputError(f"{self.path}: {error}") from None
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
@@ -276,12 +266,11 @@ def write_weights(
     others do not wait for it, and fails at the end.
 
     Args:
-      tensors: the tensors, the same in all processes.
+      tensors: the same in all processes.
       folder: where to write; all processes see it.
       shard_bytes: maximum size of a file, unless a single tensor is larger.
-      processes: the processes that write together.
     """
-    files = _planned(tensors, shard_bytes)
+    files = _by_file(tensors, shard_bytes)
     failure: Exception | None = None
     for number, (name, group) in enumerate(files.items()):
         values = (tensor.read() for tensor in group)
@@ -302,8 +291,7 @@ def write_weights(
         write_object(folder / INDEX, index)
 
 
-def _planned(tensors: Sequence[DeferredArray], shard_bytes: int) -> dict[str, list[DeferredArray]]:
-    """Assigns tensors to files."""
+def _by_file(tensors: Sequence[DeferredArray], shard_bytes: int) -> dict[str, list[DeferredArray]]:
     groups: list[list[DeferredArray]] = [[]]
     size = 0
     for tensor in tensors:

@@ -38,13 +38,8 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(folder: str | Path | None) -> dict[str, Any]:
-    """Collects the facts about a checkpoint folder, as `wedlm info --json` prints them.
-
-    Args:
-      folder: a Hugging Face or orbax checkpoint; None for the embedded model.
-
-    Returns:
-      the facts: counts in parameters, sizes in bytes, lengths in tokens.
+    """Returns the facts about a checkpoint folder (None for the embedded model), as `wedlm info
+    --json` prints them: counts in parameters, sizes in bytes, lengths in tokens.
 
     Raises:
       InputError: a file is missing, truncated or malformed; the message names it.
@@ -104,8 +99,7 @@ def _architecture(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _tokenizer(folder: Path) -> dict[str, Any]:
-    """Returns whether there is a tokenizer, and whether it has a chat template."""
+def _tokenizer(folder: Path) -> dict[str, bool]:
     present = any((folder / name).exists() for name in ("tokenizer.json", "vocab.json"))
     template = (folder / "chat_template.jinja").exists()
     content = read_object(folder / "tokenizer_config.json") or {}
@@ -114,9 +108,7 @@ def _tokenizer(folder: Path) -> dict[str, Any]:
 
 
 def _decoding(config: ModelConfig) -> dict[str, Any]:
-    """Returns how the model can be decoded: with masks if it was trained on them and has a mask
-    token."""
-    if config.model_type == "wedlm" and config.mask_token_id is not None:
+    if config.knows_masks:
         return {"decodes": ["wedlm", "ar"], "role": "WeDLM model"}
     if config.model_type == "wedlm":
         role = "no mask_token_id in config.json: set it for WeDLM decoding"
@@ -126,7 +118,6 @@ def _decoding(config: ModelConfig) -> dict[str, Any]:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """Formats the facts as aligned lines."""
     lines = _lines(facts)
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())

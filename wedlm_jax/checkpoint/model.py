@@ -2,10 +2,8 @@
 
 Each host reads its own rows once: tensor by tensor, whole rows at a time, straight into the slices
 that its devices hold. Apart from what is on the devices, a host's memory holds the slices of one
-parameter, and each of these is freed as soon as its device has it. If a mesh cuts columns over
-several hosts, each host reads different rows and the devices exchange them.
-
-Hosts take turns writing, tensor by tensor; apart from the parameters, a host holds one tensor.
+parameter, and each of these is freed as soon as its device has it. Hosts take turns writing, tensor
+by tensor; apart from the parameters, a host holds one tensor.
 """
 
 from __future__ import annotations
@@ -103,14 +101,7 @@ def load_checkpoint(
 def load_parameter(
     checkpoint: Checkpoint, entry: Entry, dtype: Any, mesh: Mesh | None
 ) -> jax.Array:
-    """Reads one parameter onto its devices.
-
-    Args:
-      checkpoint: an open checkpoint whose tensors were checked.
-      entry: the parameter.
-      dtype: dtype of the result; see `entry_dtype`.
-      mesh: mesh over which `wedlm_jax.sharding` lays it out; None for the default device.
-    """
+    """Reads one parameter onto the devices of a mesh, or the default device."""
     if mesh is None:
         return jnp.asarray(read_parameter(checkpoint, entry, dtype))
     sharding = parameter_sharding(mesh, entry)
@@ -132,10 +123,10 @@ def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
     Each process then reads its own rows, whole and once, and the devices exchange what belongs
     elsewhere. If a tensor were cut along its columns, every process would read all of it.
     """
-    axes = [_axis_names(axis) for axis in sharding.spec]
-    axes += [()] * (len(entry.shape) - len(axes))
     if len(entry.hf_shape) < 2:
         return sharding
+    axes = [(axis,) if isinstance(axis, str) else tuple(axis or ()) for axis in sharding.spec]
+    axes += [()] * (len(entry.shape) - len(axes))
     others = [axis for place in axes[:-2] for axis in place]  # what cuts the layers stays
     candidates = dict.fromkeys([*axes[-2], *axes[-1], *sharding.mesh.axis_names])
     chosen: list[str] = []
@@ -146,15 +137,9 @@ def rows_first(sharding: NamedSharding, entry: Entry) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*axes[:-2], tuple(chosen), ()))
 
 
-def _axis_names(axis: Any) -> tuple[str, ...]:
-    """Returns the mesh axes that cut an array's axis, as a tuple."""
-    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-
-
 def _read_onto(
     checkpoint: Checkpoint, entry: Entry, dtype: Any, sharding: NamedSharding
 ) -> jax.Array:
-    """Reads a parameter onto devices; each process reads what its own devices hold."""
     indices = {
         device: _spans(index, entry.shape)
         for device, index in sharding.addressable_devices_indices_map(entry.shape).items()
@@ -201,7 +186,6 @@ def read_slices(
 
     Args:
       checkpoint: an open checkpoint whose tensors were checked.
-      entry: the parameter.
       dtype: dtype of the result; see `entry_dtype`.
       indices: the slices: all or some pieces of a grid over the parameter's shape.
 
@@ -324,9 +308,9 @@ def save_checkpoint(
 
         def read() -> np.ndarray:
             whole = gathered(value, layer)
-            if a is not None and b is not None:
-                whole = merged_weight(whole, gathered(a, layer), gathered(b, layer), scale)
-            return whole
+            if a is None or b is None:
+                return whole
+            return merged_weight(whole, gathered(a, layer), gathered(b, layer), scale)
 
         return DeferredArray(name, entry.hf_shape, np.dtype(np_dtype or value.dtype), read)
 

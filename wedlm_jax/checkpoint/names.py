@@ -105,12 +105,8 @@ def parameter_entries(config: ModelConfig, *, stacked: bool = True) -> list[Entr
 
 
 def check_tensors(checkpoint: Checkpoint, *, stacked: bool = True) -> list[Entry]:
-    """Verifies that a checkpoint's tensors are exactly those of its model; returns the table from
-    `parameter_entries`.
-
-    Raises:
-      InputError: a tensor is missing, extra or misshapen; the message names the first.
-    """
+    """Returns `parameter_entries` of a checkpoint's model, and refuses, with an `InputError` that
+    names the first, tensors that are missing, extra or misshapen."""
     tensors = checkpoint.tensors
     entries = parameter_entries(checkpoint.config, stacked=stacked)
     expected = {name: entry.hf_shape for entry in entries for name in entry.hf_names}
@@ -132,11 +128,8 @@ def check_tensors(checkpoint: Checkpoint, *, stacked: bool = True) -> list[Entry
 
 
 def stored_tensors(checkpoint: Checkpoint, dtype: np.dtype | None = None) -> list[DeferredArray]:
-    """Returns a checkpoint's tensors in the order of the table, checked by `check_tensors`.
-
-    Args:
-      dtype: the dtype to write them in; each keeps its own by default.
-    """
+    """Returns a checkpoint's tensors in the order of the table, checked by `check_tensors`, to be
+    written in ``dtype`` or by default their own."""
     names = [name for entry in check_tensors(checkpoint) for name in entry.hf_names]
     tensors = [checkpoint.tensors[name] for name in names]
     return [dataclasses.replace(tensor, dtype=dtype or tensor.dtype) for tensor in tensors]
@@ -185,20 +178,19 @@ def gathered(array: jax.Array, layer: int | None = None) -> np.ndarray:
 
 def _from_all_hosts(array: jax.Array) -> np.ndarray:
     """Returns all of an array in host memory; it goes through every device in chunks."""
+
+    def gather(piece: jax.Array) -> np.ndarray:
+        return np.asarray(multihost_utils.process_allgather(piece, tiled=True))
+
     if array.ndim == 0 or array.nbytes <= PIECE_BYTES:
-        return _from_hosts(array)
+        return gather(array)
     whole = np.empty(array.shape, array.dtype)
     rows = max(PIECE_BYTES * len(array) // array.nbytes, 1)
     for start in range(0, len(array), rows):
         # The last piece begins where a whole one still fits, so that one program serves all.
         start = min(start, len(array) - rows)
-        piece = _from_hosts(_rows(array, start, rows))
-        bits(whole)[start : start + rows] = bits(piece)
+        bits(whole)[start : start + rows] = bits(gather(_rows(array, start, rows)))
     return whole
-
-
-def _from_hosts(array: jax.Array) -> np.ndarray:
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 @partial(jax.jit, static_argnums=2)

@@ -127,21 +127,11 @@ def read_architecture(folder: Path) -> ModelConfig:
 
 
 def run_model_folder(folder: Path) -> Path | None:
-    """Returns the folder in which a training run keeps its model's ``config.json`` and tokenizer.
-
-    Args:
-      folder: the run's folder, its ``checkpoints``, or one state in them.
-
-    Returns:
-      None if there is no such folder: it is not a run, or is a run of an earlier version.
-    """
+    """Returns the folder in which a training run keeps its model's ``config.json`` and tokenizer,
+    given the run's folder, its ``checkpoints``, or one state in them; None if it is not a run, or
+    is a run of an earlier version."""
     folder = absolute(folder)
-    if folder.name == RUN_STATES:
-        run = folder.parent
-    elif folder.parent.name == RUN_STATES:
-        run = folder.parent.parent
-    else:
-        run = folder
+    run = next((f.parent for f in (folder, folder.parent) if f.name == RUN_STATES), folder)
     described = run / RUN_MODEL
     is_run = (run / RUN_STATES).is_dir() and (described / "config.json").exists()
     return described if is_run else None
@@ -172,8 +162,7 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
     if kind == PEFT:
         _base_model(folder, download=download)
     if kind == RUN:
-        exported = folder / "hf"
-        if (exported / "config.json").exists():
+        if ((exported := folder / "hf") / "config.json").exists():
             raise InputError(f"{folder}: a training run, not a model; its model is {exported}")
         raise InputError(
             f"{folder}: a training run without an exported model; `wedlm convert RUN DIR` exports "
@@ -192,8 +181,8 @@ def _base_model(adapters: Path, *, download: bool = True) -> Path:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Returns the folder with a model's tokenizer and `generation_config.json`: its own folder, or
-    for adapters without a tokenizer that of their base model."""
+    """Returns the folder with a model's tokenizer and `generation_config.json`: its own, or for
+    adapters without a tokenizer that of their base model."""
     return open_checkpoint(folder).tokenizer_folder if kind_of(folder) == PEFT else folder
 
 

@@ -76,11 +76,7 @@ def is_whole(step_folder: Path) -> bool:
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Lists the steps of the complete states in a folder; empty if there is no such folder.
-
-    Raises:
-      StorageFailure: it cannot be read.
-    """
+    """Lists the steps of the complete states in a folder; empty if there is no such folder."""
 
     def listed() -> list[int]:
         try:
@@ -163,13 +159,8 @@ def read_orbax(folder: Path, read: Callable[[], T]) -> T:
       DamagedCheckpoint: it cannot be read.
       StorageFailure: the storage fails, so nothing is known about the folder.
     """
-
-    def quietly() -> T:
-        with quiet():
-            return read()
-
     try:
-        return retried(folder, quietly)
+        return retried(folder, quiet()(read))
     except (StorageFailure, MemoryError, jax.errors.JaxRuntimeError):
         raise  # none of these says anything about the files
     except Exception as error:
@@ -303,7 +294,7 @@ class RunCheckpoint(OrbaxTensors):
     Args:
       folder: the run's folder, its ``checkpoints``, or one state in them.
       described: the folder of the model's tokenizer.
-      config: the model's architecture; its type becomes "wedlm", as when a run exports its model.
+      config: the architecture; its type becomes "wedlm", as when a run exports its model.
 
     Raises:
       InputError: there is no state, or it is too small for this model.
@@ -364,11 +355,8 @@ def describe_run(
 
 
 def described_lora(run: Path) -> LoraConfig | None:
-    """Reads the configuration of the adapters that a run trains; None if it trains all parameters.
-
-    Raises:
-      InputError: the configuration cannot be read.
-    """
+    """Reads the configuration of the adapters that a run trains; None if it trains all
+    parameters."""
     path = run / RUN_MODEL / LORA
     if (fields := read_object(path)) is None:
         return None
@@ -388,11 +376,8 @@ def is_described(run: Path, config: ModelConfig) -> bool:
 
 
 def newest_state(folder: Path) -> Path:
-    """Finds the newest complete state of a run, given the run's folder, ``checkpoints`` or a state.
-
-    Raises:
-      InputError: there is none.
-    """
+    """Finds the newest complete state of a run, given the run's folder, ``checkpoints`` or a
+    state."""
     if folder.name.isdigit() and is_whole(folder):
         return folder
     for place in (folder / RUN_STATES, folder):
@@ -402,7 +387,8 @@ def newest_state(folder: Path) -> Path:
 
 
 def _newest(folder: Path) -> tuple[Path, Path, LoraConfig | None]:
-    """Returns a run's folder, its newest state's folder of arrays, and the adapters it trains."""
+    """Returns a run's folder, the folder of its newest state's arrays, and the adapters that it
+    trains."""
     state = newest_state(folder)
     run = state.parent.parent
     return run, step_tree(state), described_lora(run)
@@ -429,11 +415,7 @@ def drafter_of_run(folder: Path) -> tuple[nnx.State, LoraConfig, Checkpoint] | N
 def _trained_names(
     arrays: Path, headers: Mapping[str, Any], config: ModelConfig, lora: LoraConfig | None
 ) -> dict[str, str]:
-    """Returns the names of the trained parameters' arrays in a state, by dotted path.
-
-    Raises:
-      InputError: it has too few arrays.
-    """
+    """Returns the names of the trained parameters' arrays in a state, by dotted path."""
     leaves = jax.tree_util.tree_leaves_with_path(_trained_shapes(config, lora))
     names = list(headers)[LEAVES_BEFORE_PARAMETERS:][: len(leaves)]
     if len(names) < len(leaves):

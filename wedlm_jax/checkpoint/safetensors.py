@@ -118,12 +118,11 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-class SafetensorsFile:
-    """An open file.
+UNSOUND = (SafetensorError, OSError, ValueError, KeyError, TypeError)
 
-    Attributes:
-      path: the file.
-      tensors: the tensors by name.
+
+class SafetensorsFile:
+    """An open file with ``tensors`` by name.
 
     Raises:
       InputError: the file cannot be used; the message names it and the tensor at fault.
@@ -136,7 +135,7 @@ class SafetensorsFile:
         try:
             self._bytes = ByteRanges(path)
             self._data, header = _sound_header(path, self._bytes)
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+        except UNSOUND as error:
             if _is_lfs_pointer(path):
                 raise InputError(
                     f"{path}: a Git LFS pointer, not the file itself; `git lfs pull` fetches it"
@@ -177,12 +176,8 @@ class SafetensorsFile:
 
 
 def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
-    """Checks the header; returns the offset of the first value, and the tensors' entries.
-
-    Raises:
-      ValueError, KeyError, TypeError, SafetensorError: the header is not sound, or describes more
-        than the file holds.
-    """
+    """Returns the offset of the first value, and the tensors' entries. If the header is not sound,
+    or describes more than the file holds, this raises any of `UNSOUND`."""
     if not is_remote(path):
         with safe_open(str(path), framework="numpy"):
             pass  # the library checks that the header is sound and covers the file
@@ -234,7 +229,6 @@ def write_safetensors(
     """Writes tensors to ``path`` one by one, and waits until they are on disk.
 
     Args:
-      path: the file.
       tensors: the tensors, in the file's order.
       values: the tensors' values in that order, read by the caller. They need not be contiguous,
         and are cast to each tensor's dtype, a few rows at a time.

@@ -56,7 +56,7 @@ def _cross_entropy(
     hidden: Array, head: Array, targets: Array, weights: Array, has_target: Array, chunk: int
 ) -> tuple[Array, Array, Array]:
     local = on_own_tokens(
-        partial(_loss, chunk=chunk),
+        partial(_by_chunk, chunk=chunk),
         [(*TOKENS, None), (None, None), TOKENS, TOKENS],
         [TOKENS, TOKENS],
     )
@@ -74,12 +74,12 @@ def _forward(
     # While it goes through its own chunks, each device holds the whole matrix, and a whole sum of
     # its gradient.
     local = on_own_tokens(
-        partial(_loss_and_gradients, chunk=chunk, by_head=by_head),
+        partial(_by_chunk, chunk=chunk, by_head=by_head),
         [(*TOKENS, None), (None, None), TOKENS, TOKENS, TOKENS],
         [TOKENS, TOKENS, (*TOKENS, None), *[(None, "hidden")] * by_head],
     )
     nll, hit, d_hidden, *d_head = local(
-        hidden, head.astype(hidden.dtype), targets, weights, has_target
+        hidden, head.astype(hidden.dtype), targets, has_target, weights
     )
     gradient = d_head[0].astype(head.dtype) if by_head else None
     return ((weights * nll).sum(), nll, hit), (d_hidden, gradient)
@@ -97,37 +97,26 @@ def _backward(
 _cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _loss(
-    hidden: Array, head: Array, targets: Array, has_target: Array, *, chunk: int
-) -> tuple[Array, Array]:
-    states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-
-    def of_chunk(at: Array, _: Array, __: None) -> tuple[tuple[Array, Array], None]:
-        nll, hit, _ = _of_chunk(states[at], head, target[at])
-        return (nll, hit), None
-
-    rows, _ = in_chunks(of_chunk, None, has_target, chunk)
-    return rows
-
-
-def _loss_and_gradients(
+def _by_chunk(
     hidden: Array,
     head: Array,
     targets: Array,
-    weights: Array,
     has_target: Array,
+    weights: Array | None = None,
     *,
     chunk: int,
-    by_head: bool,
+    by_head: bool = False,
 ) -> tuple[Array, ...]:
+    """Returns nll and hit; with ``weights`` also the gradient by ``hidden``, and by ``head``."""
     states, target = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    weight = weights.reshape(-1)
 
     def of_chunk(
         at: Array, counts: Array, d_head: Array | None
     ) -> tuple[tuple[Array, ...], Array | None]:
         nll, hit, slope = _of_chunk(states[at], head, target[at])
-        slope = slope * (weight[at] * counts)[:, None]
+        if weights is None:
+            return (nll, hit), None
+        slope = slope * (weights.reshape(-1)[at] * counts)[:, None]
         d_states = product_in_float32(slope.astype(head.dtype), head).astype(hidden.dtype)
         if d_head is not None:
             # The gradients of logits stay float32 in this product, on devices that have one.
@@ -136,6 +125,7 @@ def _loss_and_gradients(
         return (nll, hit, d_states), d_head
 
     none = constrain(jnp.zeros(head.shape, jnp.float32), "vocab", None) if by_head else None
+    rows: tuple[Array, ...]
     rows, d_head = in_chunks(of_chunk, none, has_target, chunk)
     return rows if d_head is None else (*rows, sum_over_tokens(d_head, "hidden", 1))
 
@@ -155,9 +145,7 @@ def _of_chunk(states: Array, head: Array, target: Array) -> tuple[Array, Array, 
     return nll, (picked >= top)[:, 0], shares / total - here
 
 
-def product_in_float32(x: Array, y: Array) -> Array:
-    """Returns ``x @ y``, accumulated in float32."""
-    return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+product_in_float32 = partial(jnp.matmul, preferred_element_type=jnp.float32)
 
 
 def in_chunks(of_chunk: Callable[..., Any], total: Any, has_target: Array, chunk: int) -> Any:
@@ -165,11 +153,10 @@ def in_chunks(of_chunk: Callable[..., Any], total: Any, has_target: Array, chunk
     front, and the loop goes over the chunks that contain some.
 
     Args:
-      of_chunk: maps the indices of C tokens, which of these count (the last chunk is padded) and
-        the total so far to a tuple of rows ``[C, ...]`` and the new total.
+      of_chunk: maps the indices of C = ``chunk`` tokens, which of these count (the last chunk is
+        padded) and the total so far to a tuple of rows ``[C, ...]`` and the new total.
       total: the total to begin with; any tree.
       has_target: bool ``[R, T]``.
-      chunk: C.
 
     Returns:
       the rows ``[R, T, ...]``, 0 where there is no target, and the total.
@@ -178,12 +165,9 @@ def in_chunks(of_chunk: Callable[..., Any], total: Any, has_target: Array, chunk
     chunk = min(chunk, len(flat))
     count = flat.sum(dtype=jnp.int32)
     before = jnp.cumsum(flat, dtype=jnp.int32)
-    place = jnp.where(flat, before - 1, count + jnp.arange(len(flat)) - before)
-    order = (
-        jnp.zeros(len(flat), jnp.int32)
-        .at[place]
-        .set(jnp.arange(len(flat), dtype=jnp.int32), unique_indices=True)
-    )
+    index = jnp.arange(len(flat), dtype=jnp.int32)
+    place = jnp.where(flat, before - 1, count + index - before)
+    order = jnp.zeros_like(index).at[place].set(index, unique_indices=True)
     order = jnp.pad(order, (0, -len(flat) % chunk), mode="edge")
 
     def body(number: Array, results: tuple[Any, Any]) -> tuple[Any, Any]:

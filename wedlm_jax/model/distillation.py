@@ -1,10 +1,9 @@
 """Computes the distance of a student's predictions from a teacher's through one output projection,
 a chunk of rows at a time.
 
-As in `wedlm_jax.model.cross_entropy`, logits are computed, used and dropped chunk by chunk, and the
-same pass computes the gradients. Here the matrix is not trained and each row has its own loss. So
-the caller may weight rows by these results: the backward pass only scales gradients of hidden
-states that have been computed already.
+As in `wedlm_jax.model.cross_entropy`, but the matrix is not trained and each row has its own loss,
+so that the caller may weight rows by these results: the backward pass only scales gradients of
+hidden states that have been computed already.
 """
 
 from __future__ import annotations
@@ -67,22 +66,15 @@ def _distances(*arguments: Any) -> tuple[Array, Array, Array]:
     return _forward(*arguments)[0]
 
 
-def _forward(
-    student: Array,
-    teacher: Array,
-    head: Array,
-    targets: Array,
-    has_target: Array,
-    distance: str,
-    chunk: int,
-) -> tuple[tuple[Array, Array, Array], Array]:
+def _forward(*arguments: Any) -> tuple[tuple[Array, Array, Array], Array]:
+    *arrays, distance, chunk = arguments
     rows = (*TOKENS, None)
     local = on_own_tokens(
         partial(_in_chunks, distance=distance, chunk=chunk),
         [rows, rows, (None, None), TOKENS, TOKENS],
         [TOKENS, TOKENS, TOKENS, rows],
     )
-    *results, d_student = local(student, teacher, head, targets, has_target)
+    *results, d_student = local(*arrays)
     return tuple(results), d_student
 
 

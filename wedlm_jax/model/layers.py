@@ -5,8 +5,7 @@ Hidden states are rows, ``[..., D]``, and matrices are ``[out, in]``, as in Hugg
 A layer names its intermediate results: queries, keys and values before RoPE (``projected``), the
 output of attention (``attended``), the hidden states after attention (``mixed``), and the two inner
 products of its MLP (``gate``, ``up``). A policy (`checkpoint_policy`) keeps some of them for the
-backward pass, in addition to the layer's input; the rest is recomputed, except the last product,
-which no gradient needs.
+backward pass, in addition to the layer's input.
 """
 
 from __future__ import annotations
@@ -111,7 +110,6 @@ class Linear(nnx.Module):
 
 def with_int8_products(model: Model) -> Model:
     """Changes the model's layers to train with products of 8-bit integers, and returns the model.
-
     Adapters and the output projection compute as before."""
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Linear):
@@ -155,9 +153,8 @@ class Attention(nnx.Module):
         """Returns the queries ``[..., H, head_dim]``, and the keys and values
         ``[..., K, head_dim]``, of ``x [..., D]``."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (
-            self._heads(checkpoint_name(linear(x, adapted), "projected")) for linear in projections
-        )
+        flat = (checkpoint_name(linear(x, adapted), "projected") for linear in projections)
+        q, k, v = (y.reshape(*y.shape[:-1], -1, self.head_dim) for y in flat)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         # Only queries and keys are rotated: their product then depends on their distance.
@@ -166,10 +163,6 @@ class Attention(nnx.Module):
     def mix_heads(self, attended: Array, adapted: Rows = True) -> Array:
         """Maps what each head attended to, ``[..., H, head_dim]``, to ``[..., D]``."""
         return self.o_proj(attended.reshape(*attended.shape[:-2], -1), adapted)
-
-    def _heads(self, x: Array) -> Array:
-        """Splits ``[..., H * head_dim]`` into ``[..., H, head_dim]``."""
-        return x.reshape(*x.shape[:-1], -1, self.head_dim)
 
 
 class MLP(nnx.Module):
@@ -258,16 +251,12 @@ looked_up.defvjp(_looked_up_forward, _looked_up_backward)
 
 # --- what is kept for the backward pass ----------------------------------------------------
 
-_ATTENTION = (ATTENDED,)
-_PROJECTIONS = (*_ATTENTION, "projected", "mixed")
-_GATE = (*_PROJECTIONS, "gate")
-
 KEPT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "products": (*_GATE, "up"),
-        "gate": _GATE,
-        "projections": _PROJECTIONS,
-        "attention": _ATTENTION,
+        "products": (ATTENDED, "projected", "mixed", "gate", "up"),
+        "gate": (ATTENDED, "projected", "mixed", "gate"),
+        "projections": (ATTENDED, "projected", "mixed"),
+        "attention": (ATTENDED,),
         "full": (),
         "offload": (),
     }
@@ -282,11 +271,7 @@ POLICIES: tuple[str, ...] = ("none", *KEPT)
 
 
 def checkpoint_policy(name: str) -> Callable | None:
-    """Returns the policy for `jax.checkpoint`; None if nothing is recomputed.
-
-    Args:
-      name: one of `POLICIES`.
-    """
+    """Returns a policy of `POLICIES` for `jax.checkpoint`; None if nothing is recomputed."""
     if name == "none":
         return None
     if name == "offload":

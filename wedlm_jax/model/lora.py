@@ -3,9 +3,8 @@
 ``y = x Wᵀ + s (x Aᵀ) Bᵀ`` with W ``[out, in]``, A ``[rank, in]``, B ``[out, rank]`` and
 s = alpha / rank. B is initialised to zeros, so that training starts from the unchanged model.
 
-qwix and Flax have adapters, too, but they do not fit. qwix creates adapters when the model is
-called, within our scan over the layers, which they cannot leave. `nnx.LoRA` has no alpha and a
-fixed dtype, whereas our layers compute in the dtype of their input.
+The adapters of qwix and Flax do not fit: qwix creates them when the model is called, within our
+scan over the layers; `nnx.LoRA` has no alpha and a fixed dtype.
 """
 
 from __future__ import annotations
@@ -83,26 +82,15 @@ class PreviousTokenHead(nnx.Module):
 
         h' = h + B silu(A h + E e)        e: the embedding of the token before, scaled to RMS 1
 
-    with A, E ``[rank, D]`` and B ``[D, rank]``, float32, cast to the dtype of h. In training the
-    token before is the text's, since a draft counts only if all drafts before it are right; in
-    decoding it is the draft before (`wedlm_jax.decode.chain`).
-
-    Args:
-      hidden_size: D.
-      rank: the number of hidden units.
-      rngs: A and E are drawn from its ``params``, uniform within ±1 / √D; B is zero, so that a new
-        head changes nothing.
+    with A, E ``[rank, D]`` and B ``[D, rank]``, float32, cast to the dtype of h. A and E are drawn
+    uniformly within ±1 / √D; B is zero, so that a new head changes nothing. In training the token
+    before is the text's, since a draft counts only if all drafts before it are right; in decoding
+    it is the draft before (`wedlm_jax.decode.chain`).
     """
 
     def __init__(self, hidden_size: int, rank: int, rngs: nnx.Rngs):
-        bound = hidden_size**-0.5
         shape = (rank, hidden_size)
-
-        def drawn() -> nnx.LoRAParam:
-            value = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
-            return nnx.LoRAParam(value)
-
-        self.state, self.token = drawn(), drawn()
+        self.state, self.token = (nnx.LoRAParam(_drawn(rngs, shape)) for _ in range(2))
         self.out = nnx.LoRAParam(jnp.zeros((hidden_size, rank), jnp.float32))
 
     def __call__(self, hidden: Array, before: Array) -> Array:
@@ -116,14 +104,9 @@ class PreviousTokenHead(nnx.Module):
 
 
 def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Transformer:
-    """Adds float32 adapters to the matrices of a model, and returns it.
-
-    Their parameters are `nnx.LoRAParam`, by which `nnx.split` distinguishes them from the others.
-
-    Args:
-      model: the model, which is changed.
-      lora: the adapters to add.
-      rngs: A is drawn from its ``params``, uniform within ±1 / √in as in the original; B is zero.
+    """Adds float32 adapters to the matrices of a model, and returns it. They are `nnx.LoRAParam`,
+    by which `nnx.split` distinguishes them. A is uniform within ±1 / √in as in the original; B is
+    zero.
 
     Raises:
       InputError: the rank is not below that of a whole matrix.
@@ -135,9 +118,7 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
                 f"lora.rank must be below {min(n_in, n_out)}, the smaller side of {name}, not "
                 f"{lora.rank}"
             )
-        bound = n_in**-0.5
-        shape = (*layers, lora.rank, n_in)
-        a = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+        a = _drawn(rngs, (*layers, lora.rank, n_in))
         b = jnp.zeros((*layers, n_out, lora.rank), jnp.float32)
         linear.adapter = nnx.data(LowRank(a, b, lora.scale))
     if lora.rows == "masked":
@@ -150,6 +131,12 @@ def with_adapters(model: Transformer, lora: LoraConfig, rngs: nnx.Rngs) -> Trans
         model.config = dataclasses.replace(config, has_drafter=True)
     model.lora = lora
     return model
+
+
+def _drawn(rngs: nnx.Rngs, shape: tuple[int, ...]) -> Array:
+    """Draws matrices ``[..., out, in]``, uniform within ±1 / √in."""
+    bound = shape[-1] ** -0.5
+    return jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
 
 
 def _linears(model: Transformer, names: Iterable[str]) -> Iterator[tuple[str, Linear]]:

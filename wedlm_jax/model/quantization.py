@@ -28,11 +28,8 @@ Model = TypeVar("Model", bound=nnx.Module)
 
 
 def check_quantization(name: str | None) -> None:
-    """Refuses a name that is not in `QUANTIZATIONS`; None means no quantization.
-
-    Raises:
-      InputError: the name is unknown, or qwix is not installed.
-    """
+    """Refuses, with an `InputError`, a name that is not in `QUANTIZATIONS`, or any but None if qwix
+    is not installed."""
     if name is None:
         return
     if name not in QUANTIZATIONS:
@@ -90,11 +87,8 @@ def left_product(matrix: Any, x: Array, dtype: Any = None) -> Array:
 
 def int8_product(x: Array, matrix: Array) -> Array:
     """Returns ``x [..., in] @ matrix.T`` for a matrix ``[out, in]``, rounded to 8 bits, in the
-    dtype of ``x``.
-
-    Must be called from a module's method: qwix searches the stack for a module with a
-    ``qwix_path``.
-    """
+    dtype of ``x``. Must be called from a method of a module with a ``qwix_path``, for which qwix
+    searches the stack."""
     import qwix
 
     # qwix's usual way is to patch `jax.lax.dot_general` for the duration of a call. JAX caches what
@@ -108,7 +102,6 @@ def int8_product(x: Array, matrix: Array) -> Array:
 
 FEWEST_COLUMNS = 4
 """Fewest columns in bfloat16: for one, XLA casts the whole matrix to float32 in each call."""
-
 
 ROUNDED = ("weight", "lm_head")
 """Names of the parameters that are rounded."""
@@ -134,11 +127,8 @@ def rounded_alone(value: Array, name: str) -> Any:
 
 
 def quantize_weights(model: Model) -> Model:
-    """Returns the model with its matrices rounded; ``model`` itself is not changed.
-
-    Args:
-      model: a `wedlm_jax.model.Transformer`, on one device or on a mesh.
-    """
+    """Returns a `wedlm_jax.model.Transformer`, on one device or on a mesh, with its matrices
+    rounded; ``model`` itself is not changed."""
     graph, parameters = nnx.split(model)
     return nnx.merge(graph, _all_rounded(parameters))
 

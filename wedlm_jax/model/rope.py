@@ -18,24 +18,21 @@ from wedlm_jax.config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Returns the angular frequency of every rotated pair, and the factor on cos and sin.
-
-    Returns:
-      ``[head_dim / 2]`` float32 radians per position, and the attention factor
-      (1 except for YaRN).
+    """Returns the angular frequency of every rotated pair, ``[head_dim / 2]`` float32 radians per
+    position, and the attention factor on cos and sin (1 except for YaRN).
 
     Source: RoFormer eq. 15; YaRN (arXiv 2309.00071) eqs. 19-23; Llama 3.1's scaling.
     """
-    rope, dim = config.rope, config.head_dim
-    base = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
+    rope, dim, attention_factor = config.rope, config.head_dim, 1.0
+    frequencies = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     if rope.rope_type == "linear":
-        return (base / rope.get("factor")).astype(np.float32), 1.0
-    if rope.rope_type == "llama3":
-        return _llama3(base, rope).astype(np.float32), 1.0
-    if rope.rope_type == "yarn":
-        frequencies, factor = _yarn(base, rope, dim)
-        return frequencies.astype(np.float32), factor
-    return base.astype(np.float32), 1.0
+        frequencies = frequencies / rope.get("factor")
+    elif rope.rope_type == "llama3":
+        frequencies = _llama3(frequencies, rope)
+    elif rope.rope_type == "yarn":
+        frequencies = _yarn(frequencies, rope, dim)
+        attention_factor = _yarn_attention_factor(rope)
+    return frequencies.astype(np.float32), attention_factor
 
 
 def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
@@ -48,7 +45,7 @@ def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
     return (1 - smooth) * base / factor + smooth * base
 
 
-def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
+def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> np.ndarray:
     factor = rope.get("factor")
     length = rope.get("original_max_position_embeddings")
 
@@ -67,11 +64,12 @@ def _yarn(base: np.ndarray, rope: RopeConfig, dim: int) -> tuple[np.ndarray, flo
         high += 0.001
     ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
     # NTK by parts: from unchanged (ramp 0) to stretched by the whole factor (ramp 1).
-    frequencies = base / factor * ramp + base * (1 - ramp)
-    return frequencies, _yarn_attention_factor(rope, factor)
+    return base / factor * ramp + base * (1 - ramp)
 
 
-def _yarn_attention_factor(rope: RopeConfig, factor: float) -> float:
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    factor = rope.get("factor")
+
     def scale(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -103,12 +101,8 @@ def held(tables: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def apply_rope(x: Array, tables: tuple[Array, Array]) -> Array:
-    """Applies RoPE to each head in float32 and returns the dtype of ``x``.
-
-    Args:
-      x: ``[..., H, head_dim]``.
-      tables: cosines and sines, ``[..., head_dim / 2]``.
-    """
+    """Applies RoPE to each head of ``x [..., H, head_dim]`` in float32 and returns the dtype of
+    ``x``; ``tables`` are from `rope_tables`."""
     # Pair i is features i and i + head_dim / 2 (half-split, as in Hugging Face), rotated by one
     # angle. The product of a query and a key then depends on their distance alone.
     cos, sin = (table[..., None, :] for table in tables)

@@ -47,13 +47,8 @@ Attend = Callable[..., tuple[Array, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Tokens that go through the layers together.
-
-    Attributes:
-      x: ``[B, T, D]`` or ``[T, D]``, the input of the first layer.
-      rope: the RoPE tables of their positions.
-      adapted: which of them adapters act on.
-    """
+    """Tokens that go through the layers together: the input of the first layer, ``[B, T, D]`` or
+    ``[T, D]``, their RoPE tables, and which of them adapters act on."""
 
     x: Array
     rope: tuple[Array, Array]
@@ -78,11 +73,8 @@ def _cut(x: Array, parts: Sequence[Array]) -> Sequence[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _ChosenLayer:
-    """Runs one layer of a list, chosen on the device by its index.
-
-    Only products, norms and RoPE are compiled once per layer; attention, the larger part of a
-    program, is compiled once for all layers.
-    """
+    """Runs one layer of a list, chosen on the device by its index, so that attention, the larger
+    part of a program, is compiled once for all layers."""
 
     layers: Sequence[DecoderLayer]
     index: Array
@@ -104,11 +96,8 @@ class Transformer(nnx.Module):
     """The decoder.
 
     Its layers are either stacked, every parameter with a leading ``[num_hidden_layers]`` axis, or
-    apart, as a list of `DecoderLayer`. A scan runs through either. On a CPU a scan copies each
-    layer's weights out of a stack, which costs more than reading them.
-    `wedlm_jax.model.layer_layout` takes stacked layers apart.
-
-    Parameters are stored in ``dtype``; computation runs in the dtype passed to the call.
+    apart, as a list of `DecoderLayer` (see `wedlm_jax.model.layer_layout`). A scan runs through
+    either. Parameters are stored in ``dtype``; computation runs in the dtype passed to the call.
 
     Args:
       stacked: whether the layers are stacked.
@@ -290,12 +279,8 @@ class Transformer(nnx.Module):
         return correction
 
     def logit_corrections(self, hidden: Array, before: Array, tokens: Array) -> Array:
-        """Returns what `correction` adds to the logits of ``tokens [N, C]``, float32 ``[N, C]``.
-
-        Args:
-          hidden: ``[N, D]``.
-          before: int32 ``[N]``.
-        """
+        """Returns what `correction` of ``hidden [N, D]``, given ``before [N]``, adds to the logits
+        of ``tokens [N, C]``: float32 ``[N, C]``."""
         rows = matrix_rows(self.head_matrix(), tokens, hidden.dtype)
         change = self.correction(hidden, before)
         return jnp.einsum("ncd,nd->nc", rows, change, preferred_element_type=jnp.float32)
@@ -317,7 +302,7 @@ class Transformer(nnx.Module):
 
 
 def abstract_model(config: ModelConfig, **how: Any) -> Transformer:
-    """Returns a model with shapes instead of arrays, made with these arguments of `Transformer`."""
+    """Returns a `Transformer`, made with these arguments, with shapes instead of arrays."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **how))  # type: ignore[no-any-return]
 
 
