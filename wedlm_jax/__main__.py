@@ -20,10 +20,7 @@ SUBCOMMANDS = {
     "plot": ("infer.plots", "draw a trace of `wedlm generate --trace`"),
     "serve": ("infer.serve.command", "serve a model over the OpenAI API"),
     "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
-    "bench": (
-        "infer.bench.command",
-        "speed: windows and drafts against AR, or transformers",
-    ),
+    "bench": ("infer.bench.command", "speed: windows and drafts against AR, or transformers"),
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
     "tokenizer": ("train.data.tokenizer", "make a tokenizer from texts and conversations"),

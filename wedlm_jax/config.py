@@ -68,12 +68,7 @@ ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 """The supported RoPE types, and the numbers that each requires."""
 
@@ -443,7 +438,6 @@ def with_model_type(raw: dict[str, Any], model_type: str, config: ModelConfig) -
     which other programs support.
 
     Args:
-      raw: the current content.
       config: the architecture; ``raw`` may leave parts of it to the tensors.
 
     Raises:

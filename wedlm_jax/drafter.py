@@ -20,8 +20,7 @@ backward pass does not go through it (`Transformer.__call__`).
 
 A draft counts only if all drafts before it are right. So offset k has the weight
 Π_{0<j<k} overlap_j, without a gradient. With total variation the losses of a window then sum to
-1 - Π overlap_j, and farther offsets gain weight as near ones improve. A mask does not depend on
-later masks, so these weights act as a curriculum of growing windows.
+1 - Π overlap_j. These weights act as a curriculum of growing windows.
 """
 
 from __future__ import annotations

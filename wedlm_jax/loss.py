@@ -2,8 +2,7 @@
 
 Denominators depend on the masks only, not on the parameters. So the caller sums them over the
 global batch (accumulation steps and devices included) before any gradient is computed, and every
-micro-batch contributes its exact share. A mean of the micro-batches' means would be another loss: a
-token's weight would depend on how many masks happen to be in its micro-batch.
+micro-batch contributes its exact share, which a mean of the micro-batches' means would not.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ class DualStreamMask:
         return self.segment_ids if self.segments is None else self.segments
 
     def memory_before(self) -> Array:
-        """Returns how many tokens of the memory come before the block of each prediction token, and
-        so may be visible to it, int32 ``[B, P * block_size]``; ``[1, L]`` if all rows are alike."""
+        """Returns how many tokens of the memory come before the block of each prediction token,
+        int32 ``[B, P * block_size]``; ``[1, L]`` if all rows are alike."""
         if self.before is None:
             place = jnp.arange(self.segment_ids.shape[1])
             return (place // self.block_size * self.block_size)[None]

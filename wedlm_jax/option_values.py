@@ -16,8 +16,7 @@ UNBOUNDED = float("inf")
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """The description of a field of `SamplingParams`, `EngineConfig` or a recipe, beyond type and
-    default.
+    """What a field of `SamplingParams`, `EngineConfig` or a recipe says beyond type and default.
 
     Attributes:
       help: what it does.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Self
 
-from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.errors import InputError, refuse_unknown
 from wedlm_jax.option_values import (
     Option,
     as_bias,
@@ -60,8 +60,7 @@ class SamplingParams:
     temperature: Annotated[
         float,
         _Nats(
-            "0 takes the most likely token; otherwise the logits are divided by it",
-            trait="sampled",
+            "0 takes the most likely token; otherwise the logits are divided by it", trait="sampled"
         ),
     ] = 0.0
     top_p: Annotated[
@@ -105,8 +104,7 @@ class SamplingParams:
         ),
     ] = ()
     ignore_eos: Annotated[
-        bool,
-        Option("continue after the model's end of text, until max_tokens or another stop"),
+        bool, Option("continue after the model's end of text, until max_tokens or another stop")
     ] = False
     entropy_threshold: Annotated[
         float | None,
@@ -238,9 +236,7 @@ class SamplingParams:
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuses unknown fields, with a hint that Python's message lacks."""
-        for name in given:
-            if name not in OPTIONS:
-                raise InputError(f"unknown sampling field {name!r}; {did_you_mean(name, OPTIONS)}")
+        refuse_unknown(given, tuple(OPTIONS), "sampling field")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -256,9 +252,6 @@ class SamplingParams:
                 object.__setattr__(self, name, none)
         for name, option in OPTIONS.items():
             option.check(name, getattr(self, name))
-        self._check_together()
-
-    def _check_together(self) -> None:
         if self.n > 1 and self.temperature == 0:
             raise InputError(
                 f"n: expected 1 at temperature 0, where all samples are the same, not {self.n}"

@@ -86,9 +86,6 @@ class TextCodec:
     ) -> TextCodec | None:
         """Loads the tokenizer in ``folder``; returns None if it has none.
 
-        Args:
-          variables, trust_special_tokens: as in the class.
-
         Raises:
           InputError: a file is truncated or malformed; the message names it.
         """
@@ -176,8 +173,7 @@ class TextCodec:
         in messages or variables are marked as text, unless they are trusted.
 
         Raises:
-          InputError: as for `render_chat`; or the template changes contents so that their special
-            tokens cannot be distinguished from its own.
+          InputError: as for `render_chat`; or the template alters special tokens in contents.
         """
         variables = {**self.variables, **(variables or {})}
         text = self.render_chat(messages, add_generation_prompt=True, variables=variables)
@@ -368,24 +364,19 @@ def _quiet_transformers() -> Iterator[None]:
     """Suppresses the advice of transformers on PyTorch and on unknown model types."""
     variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
+    with contextlib.ExitStack() as restored:
+        if before is None:
+            restored.callback(os.environ.pop, variable)
+        else:
+            restored.callback(os.environ.__setitem__, variable, before)
+        os.environ[variable] = "1"
         # Importing sets the level of this logger, so the level is changed afterwards.
         importlib.import_module("transformers")
         logger = logging.getLogger("transformers")
-        level = logger.level
+        restored.callback(logger.setLevel, logger.level)
         logger.setLevel(logging.ERROR)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            logger.setLevel(level)
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+        restored.enter_context(warnings.catch_warnings(action="ignore"))
+        yield
 
 
 # --- prompts from callers -------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Encodes special tokens in messages as plain text, so that a user who types `<|im_end|>` cannot
 end a turn and begin another in someone else's name.
 
-A template puts messages between its own special tokens, and the result is a single text. To
-distinguish the two, every character of a typed special token is marked before the template sees it.
-Special tokens without marks are the template's; the rest is encoded as plain text.
+A template puts messages between its own special tokens. To distinguish the two, every character of
+a typed special token is marked before the template sees it.
 """
 
 from __future__ import annotations

@@ -35,13 +35,7 @@ def check_runs_on(implementation: str, platform: str) -> None:
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Mask,
-    *,
-    implementation: str = "streams",
-    tile: int = 0,
+    q: Array, k: Array, v: Array, mask: Mask, *, implementation: str = "streams", tile: int = 0
 ) -> Array:
     """Computes softmax attention of queries over the keys that ``mask`` lets them see.
 
@@ -300,13 +294,7 @@ def _over_tiles(
 
 
 def _tile_scores(
-    grid: TileGrid,
-    q: Array,
-    k: Array,
-    segments: Array,
-    limits: Array | None,
-    i: Array,
-    j: Array,
+    grid: TileGrid, q: Array, k: Array, segments: Array, limits: Array | None, i: Array, j: Array
 ) -> Array:
     tile = grid.tile
     if limits is not None:

@@ -11,8 +11,7 @@ of one token have tiles of their own; those of the others are about as long as t
 batch, because a short span in a long tile is mostly padding.
 
 On a GPU each iteration of such a loop returns to the host, which takes longer than its work. There
-all tiles are computed together, and the only loop goes over the blocks of the longest sequence:
-more work, but thousands of times fewer iterations.
+all tiles are computed together, and the only loop goes over the blocks of the longest sequence.
 """
 
 from __future__ import annotations

@@ -23,9 +23,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 )
 
 # The base class of masks that are computed, not stored: private, but there is no public one.
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
-    _ComputableMask,
-)
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import _ComputableMask
 
 from wedlm_jax.attention.tiles import ATTENDED, TileGrid, in_tiles, tile_side, tiles_that_meet
 from wedlm_jax.errors import InputError

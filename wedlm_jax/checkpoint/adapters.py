@@ -104,12 +104,9 @@ class PeftCheckpoint(Checkpoint):
 def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any]:
     """Returns the content of a folder's ``adapter_config.json``, checked as far as merging needs.
 
-    Args:
-      drafter: whether the adapters must be a drafter's.
-
     Raises:
-      InputError: a field is missing or asks for more than a low-rank term, or the adapters are a
-        drafter's although they must not be, or the reverse.
+      InputError: a field is missing or asks for more than a low-rank term, or the adapters are not
+        a drafter's, as ``drafter`` says they must be, or the reverse.
     """
     path = folder / ADAPTER_CONFIG
     if (content := read_object(path)) is None:

@@ -14,12 +14,7 @@ import numpy as np
 from wedlm_jax.checkpoint import HF, ORBAX, PEFT, RUN, TITLES
 from wedlm_jax.checkpoint.hf import Checkpoint, write_config, write_weights
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint, packaged_file
-from wedlm_jax.checkpoint.safetensors import (
-    DTYPES,
-    DeferredArray,
-    SafetensorsFile,
-    numpy_dtype,
-)
+from wedlm_jax.checkpoint.safetensors import DTYPES, DeferredArray, SafetensorsFile, numpy_dtype
 from wedlm_jax.config import MODEL_TYPES, STOCK, with_model_type
 from wedlm_jax.errors import InputError, StorageFailure, file_error
 from wedlm_jax.host.atomic import replacing

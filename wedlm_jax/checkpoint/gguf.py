@@ -87,11 +87,7 @@ GGUF_NAMES = {name: theirs for theirs, name in HF_NAMES.items()}
 
 
 class GGUFCheckpoint(Checkpoint):
-    """An open file.
-
-    Attributes:
-      folder: the file itself, for messages.
-      metadata: the file's metadata, by key.
+    """An open file, which is its own ``folder``, and its ``metadata`` by key.
 
     Raises:
       InputError: the file cannot be used, or the package ``gguf`` is not installed.
@@ -313,12 +309,8 @@ words that are tokens are not merged from pairs."""
 
 
 def write_tokenizer(path: Path, metadata: Mapping[str, Any], folder: Path) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json``, the chat template in the latter.
-
-    Args:
-      path: the GGUF file, for messages.
-      metadata: its metadata, by key.
-      folder: where to write.
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json``, the chat template in the latter, of
+    a GGUF file with this metadata.
 
     Raises:
       InputError: it has no tokenizer, or one of a kind that is not supported.

@@ -76,10 +76,7 @@ class Checkpoint:
 
 
 class HFCheckpoint(Checkpoint):
-    """An open folder in Hugging Face format.
-
-    Attributes:
-      files: the safetensors files by name.
+    """An open folder in Hugging Face format; ``files`` are its safetensors files by name.
 
     Raises:
       InputError: a file is missing, truncated or malformed.

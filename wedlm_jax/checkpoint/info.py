@@ -60,7 +60,20 @@ def describe(folder: str | Path | None) -> dict[str, Any]:
         "dtypes": dtypes,
         "tensors": len(checkpoint.tensors),
         "files": {"count": len(files), "bytes": sum(files.values())},
-        "architecture": _architecture(config),
+        "architecture": {
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "qkv_bias": config.attention_bias,
+            "out_bias": config.attention_out_bias,
+            "mlp_bias": config.mlp_bias,
+            "qk_norm": config.qk_norm,
+            "tied_head": config.tie_word_embeddings,
+        },
         "rope": {
             "theta": config.rope.theta,
             "type": config.rope.rope_type,
@@ -78,24 +91,8 @@ def describe(folder: str | Path | None) -> dict[str, Any]:
             "eos": list(config.eos_token_ids),
         },
         "tokenizer": _tokenizer(checkpoint.tokenizer_folder),
-        **_decoding(config),
-    }
-
-
-def _architecture(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "qkv_bias": config.attention_bias,
-        "out_bias": config.attention_out_bias,
-        "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm,
-        "tied_head": config.tie_word_embeddings,
+        "decodes": ["wedlm", "ar"] if config.knows_masks else ["ar"],
+        "role": _role(config),
     }
 
 
@@ -107,14 +104,12 @@ def _tokenizer(folder: Path) -> dict[str, bool]:
     return {"present": present, "chat_template": present and template}
 
 
-def _decoding(config: ModelConfig) -> dict[str, Any]:
+def _role(config: ModelConfig) -> str:
     if config.knows_masks:
-        return {"decodes": ["wedlm", "ar"], "role": "WeDLM model"}
+        return "WeDLM model"
     if config.model_type == "wedlm":
-        role = "no mask_token_id in config.json: set it for WeDLM decoding"
-    else:
-        role = "can be trained into a WeDLM"
-    return {"decodes": ["ar"], "role": role}
+        return "no mask_token_id in config.json: set it for WeDLM decoding"
+    return "can be trained into a WeDLM"
 
 
 def as_text(facts: dict[str, Any]) -> str:

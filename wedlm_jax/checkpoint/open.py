@@ -85,7 +85,6 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
     """Opens a checkpoint of any kind; only headers are read.
 
     Args:
-      path: a folder or a file; see `kind_of`.
       config_from: the folder of the ``config.json`` and tokenizer of a training run's model, if
         not the run's own ``model``. ``path`` is then a run.
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from flax import nnx
+from flax import nnx, traverse_util
 from orbax.checkpoint import type_handlers
 
 from wedlm_jax.checkpoint import ORBAX, RUN, RUN_BASE, RUN_MODEL, RUN_STATES
@@ -105,13 +105,8 @@ class _OneAtATime(type_handlers.NumpyHandler):
 
 
 def write_arrays(folder: Path, arrays: Iterable[DeferredArray]) -> None:
-    """Writes arrays as one orbax checkpoint, nested at the dots of their names.
-
-    Args:
-      folder: must not exist.
-      arrays: arrays named by dotted path, such as ``layers.mlp.up_proj.weight``. Each is read after
-        the previous one is on disk.
-    """
+    """Writes arrays named by dotted path, such as ``layers.mlp.up_proj.weight``, as one orbax
+    checkpoint in a folder that must not exist. Each is read after the previous one is on disk."""
     tree = _nested({array.name: array for array in arrays})
     with quiet():
         registry = type_handlers.create_type_handler_registry((DeferredArray, _OneAtATime()))
@@ -135,10 +130,8 @@ def array_headers(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def read_arrays(folder: Path, paths: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-    """Returns arrays of a checkpoint in host memory, by dotted path.
-
-    Args:
-      paths: the arrays to read, all by default; the others stay on disk.
+    """Returns arrays of a checkpoint, by default all, in host memory by dotted path; the others
+    stay on disk.
 
     Raises:
       InputError: the folder is not an orbax checkpoint, or parts are missing or truncated.
@@ -171,19 +164,8 @@ def read_orbax(folder: Path, read: Callable[[], T]) -> T:
         ) from None
 
 
-def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in arrays.items():
-        *parents, name = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(str(part.key) for part in path)
+_nested = partial(traverse_util.unflatten_dict, sep=".")
+_dotted = partial(jax.tree_util.keystr, simple=True, separator=".")
 
 
 @contextlib.contextmanager
@@ -197,8 +179,7 @@ def quiet() -> Iterator[None]:
             try:
                 yield
             except Exception:
-                # Whatever the error, orbax's threads report it again within this time, and these
-                # reports must still be ignored. The error itself is raised.
+                # Orbax's threads report any error again within this time.
                 time.sleep(LATE_REPORTS_S)
                 raise
     finally:
@@ -236,13 +217,8 @@ class OrbaxTensors(Checkpoint):
     def _set_arrays(
         self, folder: Path, names: Mapping[str, str], headers: Mapping[str, jax.ShapeDtypeStruct]
     ) -> None:
-        """Sets the tensors that can be read.
-
-        Args:
-          folder: an orbax checkpoint.
-          names: the arrays' names in it, by the parameters' dotted paths.
-          headers: shape and dtype of each array, by name.
-        """
+        """Sets the tensors that can be read, given the names of an orbax checkpoint's arrays by the
+        parameters' dotted paths, and the headers of the arrays by name."""
         self.folder, self._names = folder, names
         self._newest: tuple[tuple[str, ...], list[np.ndarray]] | None = None
         self.tensors: dict[str, DeferredArray] = {}

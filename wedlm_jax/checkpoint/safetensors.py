@@ -118,7 +118,7 @@ def bits(array: np.ndarray) -> np.ndarray:
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
-UNSOUND = (SafetensorError, OSError, ValueError, KeyError, TypeError)
+UNSOUND = (SafetensorError, OSError, EOFError, ValueError, KeyError, TypeError)
 
 
 class SafetensorsFile:
@@ -171,8 +171,10 @@ class SafetensorsFile:
             yield start, part
 
     def _fill(self, values: np.ndarray, offset: int) -> None:
-        if not _filled(self._bytes, values.reshape(-1).view(np.uint8).data, offset):
-            raise InputError(f"{self.path}: truncated while it was being read")
+        try:
+            _fill(self._bytes, values.reshape(-1).view(np.uint8).data, offset)
+        except EOFError:
+            raise InputError(f"{self.path}: truncated while it was being read") from None
 
 
 def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
@@ -201,19 +203,17 @@ def _sound_header(path: Path, file: ByteRanges) -> tuple[int, dict[str, dict]]:
 
 def _header_bytes(file: ByteRanges, offset: int, length: int) -> bytes:
     content = bytearray(length)
-    if not _filled(file, memoryview(content), offset):
-        raise ValueError("it ends within the header")
+    _fill(file, memoryview(content), offset)
     return bytes(content)
 
 
-def _filled(file: ByteRanges, view: memoryview, offset: int) -> bool:
-    """Reads bytes until ``view`` is full; returns False if the file ends first."""
+def _fill(file: ByteRanges, view: memoryview, offset: int) -> None:
+    """Reads bytes until ``view`` is full."""
     while view:
         count = file.read_into(view, offset)
         if count == 0:
-            return False
+            raise EOFError("it ends within the header")
         view, offset = view[count:], offset + count
-    return True
 
 
 def _is_lfs_pointer(path: Path) -> bool:

@@ -64,9 +64,7 @@ def _cross_entropy(
     return (weights * nll).sum(), nll, hit
 
 
-def _forward(
-    *arguments: Any,
-) -> tuple[tuple[Array, Array, Array], tuple[Array, Array | None]]:
+def _forward(*arguments: Any) -> tuple[tuple[Array, Array, Array], tuple[Array, Array | None]]:
     *primals, chunk = arguments
     hidden, head, targets, weights, has_target = (primal.value for primal in primals)
     # A frozen head gets no gradient, which would be as large as the head, in float32.

@@ -1,9 +1,8 @@
 """Quantizes matrix products to 8-bit integers, with qwix.
 
-For decoding, weights are rounded, with a scale for each output of each matrix: those of the layers
-and an untied output projection, not embeddings, norms, biases and a tied output projection.
-Products run in the compute dtype, to which the integers are cast: this saves memory and the time to
-read it.
+For decoding, the weights of the layers and an untied output projection are rounded, with a scale
+for each output of each matrix. Products run in the compute dtype, to which the integers are cast:
+this saves memory and the time to read it.
 
 For training, `int8_product` rounds both operands of each product, forward and backward, with a
 scale for each token and each output. Parameters, sums of gradients and everything between the

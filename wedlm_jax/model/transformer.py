@@ -56,7 +56,7 @@ class Part:
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    """Concatenates parts ``[B, T, ...]``. If there are two, the first gets no gradient."""
+    """Concatenates parts ``[B, T, ...]``. Of two, the first gets no gradient."""
     if len(parts) == 1:
         return parts[0]
     memory, prediction = parts
@@ -165,10 +165,13 @@ class Transformer(nnx.Module):
           Normalised hidden states ``[B, T, D]`` (see `logits`).
         """
 
-        def attend_to_sequences(
-            _: None, __: Any, q: Array, k: Array, v: Array
-        ) -> tuple[Array, None]:
-            return _attend(q, k, v, mask, attention, tile, int8_kv), None
+        def attend_to_sequences(_: None, __: Any, *qkv: Array) -> tuple[Array, None]:
+            q, k, v = qkv
+            q = constrain(q, "batch", None, "attention_heads")
+            k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
+            if int8_kv:
+                k, v = (to_float(to_int8(x), q.dtype) for x in (k, v))
+            return attend(q, k, v, mask, implementation=attention, tile=tile), None
 
         # Adapters on masks do not affect the memory stream. It is a separate part, so that the
         # backward pass does not go through it.
@@ -304,14 +307,3 @@ class Transformer(nnx.Module):
 def abstract_model(config: ModelConfig, **how: Any) -> Transformer:
     """Returns a `Transformer`, made with these arguments, with shapes instead of arrays."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **how))  # type: ignore[no-any-return]
-
-
-def _attend(
-    q: Array, k: Array, v: Array, mask: Mask, implementation: str, tile: int, int8_kv: bool
-) -> Array:
-    """Computes attention of ``q [B, T, H, head_dim]`` to ``k`` and ``v [B, T, K, head_dim]``."""
-    q = constrain(q, "batch", None, "attention_heads")
-    k, v = (constrain(x.swapaxes(1, 2), "batch", "attention_heads") for x in (k, v))
-    if int8_kv:
-        k, v = (to_float(to_int8(x), q.dtype) for x in (k, v))
-    return attend(q, k, v, mask, implementation=implementation, tile=tile)
