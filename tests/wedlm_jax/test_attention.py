@@ -1,6 +1,7 @@
 """Attention sees what its mask says, in every implementation, forward and backward."""
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -100,26 +101,6 @@ def test_attention_equals_the_reference(mask, implementation):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["dense", "splash"])
-def test_padding_gives_zeros_and_takes_no_gradient(implementation):
-    q, k, v = random_qkv(24)
-    padding = np.tile(np.asarray(SEGMENTS) == 0, (1, 2))
-    out = np.asarray(attend(q, k, v, MASK, implementation=implementation))
-    assert (out[padding] == 0).all()
-    assert (out[~padding] != 0).any(axis=(-1, -2)).all()
-
-    def scalar(q, k, v):
-        return (attend(q, k, v, MASK, implementation=implementation) ** 2).sum()
-
-    by_q, by_k, by_v = (
-        np.asarray(g) for g in jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))(q, k, v)
-    )
-    for gradient in (by_q, by_k.swapaxes(1, 2), by_v.swapaxes(1, 2)):
-        assert np.isfinite(gradient).all()
-        assert (gradient[padding] == 0).all()
-        assert (gradient[~padding] != 0).any()
-
-
 def test_only_dense_builds_a_square_of_both_streams():
     def rows_by_columns(implementation):
         def scalar(*qkv):
@@ -190,48 +171,20 @@ def test_the_kernel_refuses_block_sizes_that_its_pattern_does_not_hold_for(lengt
         attend_eagerly(q, k, v, mask, implementation="splash", tile=tile)
 
 
-@pytest.mark.full
-def test_the_kernel_visits_tiles_of_a_samples_own_only():
-    """Eight tiles a stream: samples of two and a half, of one and a half, and padding from the
-    sixth on."""
-    length, tile = 1024, 128
-    segments = np.zeros(length, np.int32)
-    segments[:320], segments[320:512] = 1, 2
-    segments[512:640] = 3
-    mask = DualStreamMask(jnp.asarray(segments)[None], 32)
-    grid = TileGrid(length, length, tile, 32)
-    kernel = splash._kernel(grid, 1, interpret=True)
-    own = splash._of_row(kernel, grid, jnp.tile(jnp.asarray(segments), 2))
-    dense = np.asarray(mask.dense())[0].reshape(16, tile, 16, tile).any((1, 3))
-    padding = np.arange(16) % 8 >= 5
-    visited = visited_tiles(own)
-    # Of padding the diagonal is left, so that no row's sum is zero.
-    np.testing.assert_array_equal(visited, dense | np.diag(padding))
-    backward = own.dkv_mask_info.block_mask[0] > 0
-    np.testing.assert_array_equal(backward, visited)
-    # Without the samples: two triangles of 36, and the diagonal of the prediction stream.
-    assert (int(visited.sum()), int((kernel.fwd_mask_info.block_mask > 0).sum())) == (29, 80)
-
-
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation):
     q, k, v = random_qkv(24, dtype="bfloat16")
-    out = attend(q, k, v, MASK, implementation=implementation)
-    assert out.dtype == jnp.bfloat16
-    exact = reference(*(np.asarray(x, np.float32) for x in (q, k, v)), np.asarray(MASK.dense()))
-    # Only the weights and the result are rounded to 8 bits, each value of size 3 at most.
-    np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=3 * 2**-8)
-    exact_scores = attend(q * 30, k, v, MASK, implementation=implementation)
-    q_seen = np.asarray(q * 30, np.float32)
-    if implementation == "splash":
-        # The kernel has no scale: it takes queries that are scaled, and rounded, before.
-        scale = q.shape[-1] ** -0.5
-        q_seen = np.asarray(q * 30 * scale, np.float32) / scale
-    expected = reference(
-        q_seen, *(np.asarray(x, np.float32) for x in (k, v)), np.asarray(MASK.dense())
-    )
-    # Scores in the hundreds: rounded to 8 bits they would be off by whole units.
-    np.testing.assert_allclose(np.asarray(exact_scores, np.float32), expected, atol=3 * 2**-8)
+    # The splash kernel has no scale: it takes queries that are scaled, and rounded, before.
+    scale = q.shape[-1] ** -0.5 if implementation == "splash" else 1.0
+    for factor in (1, 30):
+        out = attend(q * factor, k, v, MASK, implementation=implementation)
+        assert out.dtype == jnp.bfloat16
+        seen = np.asarray(q * factor * scale, np.float32) / scale
+        keys_values = (np.asarray(x, np.float32) for x in (k, v))
+        expected = reference(seen, *keys_values, np.asarray(MASK.dense()))
+        # Only the weights and the result are rounded to 8 bits, each value of size 3 at most.
+        # Scores, in the hundreds with a factor of 30, would then be off by whole units.
+        np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=3 * 2**-8)
 
 
 def test_what_cannot_run_is_refused_by_name():
@@ -322,29 +275,44 @@ def test_a_mask_of_some_blocks_is_the_whole_one_without_what_is_left_out(is_chos
 
 
 @pytest.mark.full
-def test_tiles_that_no_query_sees_are_not_visited():
-    """Eight tiles of memory and three of predictions, which begin late."""
+@pytest.mark.parametrize(
+    ("ends", "blocks", "count"),
+    [
+        # Samples of two and a half tiles, of one and a half, and padding from the sixth tile on.
+        # Two triangles of 36 and a diagonal of 8, without what other samples see.
+        ((320, 512, 640), None, 29),
+        # A tile of the first sample, one of the second, and one that has a block and then none. A
+        # triangle a sample; what is before the predictions in their own samples; the diagonal.
+        ((512, 1024), [4, 5, 6, 9, 18, 19, 28, 29, 31, 32, 32, 32], (10 + 10) + (3 + 4 + 4) + 3),
+    ],
+)
+def test_tiles_that_no_query_sees_are_not_visited(ends, blocks, count):
+    """Eight tiles of memory, and eight or three of predictions, which begin late."""
     length, tile, block = 1024, 128, 32
-    segments = np.ones(length, np.int32)
-    segments[512:] = 2
-    # A tile of the first sample, one of the second, and one that has a block and then none.
-    blocks = np.array([[4, 5, 6, 9, 18, 19, 28, 29, 31, 32, 32, 32]], np.int32)
-    mask = DualStreamMask.of_blocks(jnp.asarray(segments)[None], block, jnp.asarray(blocks))
-    grid = TileGrid(length, 384, tile, block, unit=block)
-    limits, own = (
-        mask.memory_before(),
-        jnp.concatenate([mask.segment_ids, mask.prediction_segments()], 1),
-    )
+    segments = np.zeros((1, length), np.int32)
+    for number, (start, end) in enumerate(pairwise((0, *ends)), 1):
+        segments[0, start:end] = number
+    mask, unit = DualStreamMask(jnp.asarray(segments), block), 0
+    limits = None
+    if blocks:
+        mask, unit = DualStreamMask.of_blocks(mask.segment_ids, block, jnp.array([blocks])), block
+        limits = mask.memory_before()
+    own = jnp.concatenate([mask.segment_ids, mask.prediction_segments()], 1)
+    grid = TileGrid(length, own.shape[1] - length, tile, block, unit)
     met = np.asarray(tiles_that_meet(grid, own, limits))[0]
     listed = np.zeros_like(met)
     listed[tuple(grid.visible().T)] = True
-    seen = np.asarray(mask.dense())[0].reshape(11, tile, 11, tile).any((1, 3))
+    tiles = own.shape[1] // tile
+    seen = np.asarray(mask.dense())[0].reshape(tiles, tile, tiles, tile).any((1, 3))
     np.testing.assert_array_equal(met & listed, seen)
-    kernel = splash._of_row(splash._kernel(grid, 1, interpret=True), grid, own[0], limits[0])
-    np.testing.assert_array_equal(visited_tiles(kernel), seen)
-    np.testing.assert_array_equal(kernel.dkv_mask_info.block_mask[0] > 0, seen)
-    # A triangle a sample; what stands before the predictions in their own samples; the diagonal.
-    assert int(seen.sum()) == (10 + 10) + (3 + 4 + 4) + 3
+    row = [own[0]] if limits is None else [own[0], limits[0]]
+    kernel = splash._of_row(splash._kernel(grid, 1, interpret=True), grid, *row)
+    # Of padding the diagonal is left, so that no row's sum is zero.
+    padding = np.asarray(own[0]).reshape(tiles, tile).max(1) == 0
+    visited = visited_tiles(kernel)
+    np.testing.assert_array_equal(visited, seen | np.diag(padding))
+    np.testing.assert_array_equal(kernel.dkv_mask_info.block_mask[0] > 0, visited)
+    assert int(visited.sum()) == count
 
 
 @pytest.mark.parametrize(("length", "places", "block"), [(16, 2, 4), (64, 3, 16), (8, 5, 1)])

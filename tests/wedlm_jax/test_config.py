@@ -3,9 +3,7 @@
 import dataclasses
 import json
 
-import jax
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,10 +17,8 @@ from wedlm_jax.config import (
     RopeConfig,
     config_from_hf,
     config_to_hf,
-    read_config_json,
 )
 from wedlm_jax.errors import InputError
-from wedlm_jax.model import Transformer
 
 SMALL = {
     "model_type": "wedlm",
@@ -84,24 +80,6 @@ def test_published_models_have_their_published_sizes(raw, billions):
     assert config.mask_token_id == PUBLISHED_MASK_TOKEN_ID
     assert config.eos_token_ids == (151643,)
     assert config.rope == RopeConfig(1000000.0)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"attention_bias": True, "attention_out_bias": True},
-        {"mlp_bias": True},
-        {"qk_norm": True, "tie_word_embeddings": True, "head_dim": 6},
-    ],
-)
-def test_num_parameters_counts_the_model(changes):
-    config = config_from_hf({**SMALL, **changes})
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-    sizes = [leaf.size for leaf in jax.tree.leaves(nnx.state(model))]
-    assert config.num_parameters() == sum(sizes)
-    tables = (1 if config.tie_word_embeddings else 2) * 24 * 16
-    assert config.num_parameters(embeddings=False) == sum(sizes) - tables
 
 
 def test_each_model_type_has_its_own_defaults():
@@ -213,14 +191,7 @@ REFUSED = [
         for model_type in ("llama4", "gemma3_text", "mixtral", "qwen3_moe")
     ),
     ({"model_type": "mistral"}, "sliding_window by default limits .* .only null.$"),
-    (
-        {"model_type": "mistral", "sliding_window": 8, "use_sliding_window": False},
-        "window 8 limits",
-    ),
-    (
-        {"model_type": "mistral", "sliding_window": None, "attention_bias": True},
-        "true in a mistral",
-    ),
+    ({"model_type": "mistral", "sliding_window": None, "mlp_bias": True}, "true in a mistral"),
     ({"model_type": "llama", "qk_norm": True}, "qk_norm true in a llama model"),
     ({"model_type": "llama", "attention_out_bias": True}, "attention_out_bias true in a llama"),
     ({"model_type": "qwen2", "attention_bias": False}, "attention_bias false in a qwen2 model"),
@@ -229,15 +200,9 @@ REFUSED = [
     ({"hidden_act": "gelu"}, "gelu"),
     ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer 1"),
     ({"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' for layer 0"),
-    (
-        {"quantization_config": {"quant_method": "fp8"}},
-        r'quantization_config \{"quant_method": "fp8"',
-    ),
+    ({"quantization_config": {"bits": 8}}, r'quantization_config \{"bits": 8\} is not supported'),
     ({"rope_parameters": {"full_attention": {"rope_theta": 7.0}}}, "differs between layers"),
-    (
-        {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"factor": 2}},
-        "rope_scaling differ",
-    ),
+    ({"rope_parameters": {"factor": 4}, "rope_scaling": {"factor": 2}}, "rope_scaling differ"),
     (
         {
             "rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 8},
@@ -251,7 +216,6 @@ REFUSED = [
     ({"rope_scaling": {"rope_type": "linear"}}, "'linear' needs a positive number as 'factor'"),
     ({"rope_scaling": {"rope_type": "llama3", "factor": "4"}}, "'factor', not '4'"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
     ({"num_attention_heads": 3}, "num_key_value_heads"),
     ({"head_dim": 5}, "head_dim"),
@@ -319,25 +283,6 @@ def test_a_sliding_window_is_refused_where_transformers_uses_one(model_type, fie
             config_from_hf(raw)
     else:
         config_from_hf(raw)
-
-
-def test_a_missing_field_is_named():
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        with pytest.raises(InputError, match=f"'{name}' is missing"):
-            config_from_hf(without(SMALL, name))
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(None, "no such file"), (b"{", "not valid JSON"), (b"[]", "object"), (b"\xff", "not valid")],
-)
-def test_an_unreadable_file_is_named(tmp_path, content, said):
-    if content is not None:
-        (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(InputError, match=said) as error:
-        read_config_json(tmp_path)
-    assert str(tmp_path / "config.json") in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_a_config_is_hashable_whatever_the_scaling_holds_and_cannot_be_changed():

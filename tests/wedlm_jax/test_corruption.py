@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample
 from tests.reference.training import dual_streams
-from wedlm_jax.corruption import PackedRows, dual_stream, sample_masks
+from wedlm_jax.corruption import dual_stream, sample_masks
 
 ROWS, LENGTH = 2, 16
 
@@ -119,16 +119,10 @@ def test_a_packed_sample_has_the_streams_it_has_alone(seed, lengths):
         start += -(-len(sample.tokens) // BLOCK) * BLOCK
 
 
-HAND_DRAWN = PackedRows(
-    # Two samples, of 6 and 3 tokens, padded to blocks of 4.
-    tokens=jnp.array([[11, 12, 13, 14, 15, 16, 0, 0, 21, 22, 23, 0]]),
-    positions=jnp.array([[0, 1, 2, 3, 4, 5, 0, 0, 0, 1, 2, 0]]),
-    segment_ids=jnp.array([[1, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 0]]),
-    trainable=jnp.array([[0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 0]], bool),
-)
-
-
 def test_padding_is_never_masked():
-    batch, _ = lay_out(HAND_DRAWN, jnp.ones((1, 12), bool), jnp.ones((1, 12)))
-    assert batch.masked.sum() == 9
-    assert batch.token_ids[0, 12:].tolist() == [MASK_TOKEN] * 6 + [0, 0] + [MASK_TOKEN] * 3 + [0]
+    random = np.random.default_rng(0)
+    rows, masked, ratio = packed([[random_sample(random, 6), random_sample(random, 3)]], LENGTH)
+    batch, _ = lay_out(rows, jnp.ones_like(masked), ratio)
+    expected = [MASK_TOKEN] * 6 + [0, 0] + [MASK_TOKEN] * 3 + [0] * 5
+    assert batch.masked[0].tolist() == [token == MASK_TOKEN for token in expected]
+    assert batch.token_ids[0, LENGTH:].tolist() == expected

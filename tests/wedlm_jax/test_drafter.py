@@ -8,14 +8,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.training import run_flat, tiny_transformer
-from wedlm_jax.corruption import PackedRows
+from tests.examples.training import packed, random_sample, run_flat, tiny_transformer
 from wedlm_jax.drafter import drafter_denominators, drafter_loss, draw_anchors, window_batch
 from wedlm_jax.loss import LossConfig
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model.distillation import DISTANCES, distances
 from wedlm_jax.model.lora import LoraConfig, with_adapters
-from wedlm_jax.packing import TokenisedSample, row_arrays
 
 LORA = LoraConfig(rank=3, alpha=6.0, rows="masked")
 LENGTH, WIDTH, COUNT = 32, 4, 5
@@ -23,18 +21,8 @@ SAMPLES = [[(10, 3), (14, 0)], [(30, 12)]]
 """For each row the length of each sample, and of its prompt."""
 
 
-def packed():
-    random, rows = np.random.default_rng(0), []
-    for samples in SAMPLES:
-        drawn = [
-            TokenisedSample(random.integers(0, 97, size), np.arange(size) >= prompt)
-            for size, prompt in samples
-        ]
-        rows.append(row_arrays(drawn, row_length=LENGTH, block_size=WIDTH, pad_token_id=0))
-    return PackedRows(**{name: jnp.stack([row[name] for row in rows]) for name in rows[0]})
-
-
-ROWS = packed()
+RANDOM = np.random.default_rng(0)
+ROWS, _, _ = packed([[random_sample(RANDOM, *one) for one in row] for row in SAMPLES], LENGTH)
 POSITIONS = np.asarray(ROWS.positions)
 
 
@@ -100,11 +88,8 @@ def test_anchors_are_trainable_tokens_behind_text_and_all_are_drawn():
 def test_masks_are_those_of_decoding_and_the_text_is_the_models_own():
     model, one = drafter(), batch()
     hidden = jax.jit(lambda model, one: model(one.token_ids, one.positions, one.mask))(model, one)
-    text = jax.jit(
-        lambda model: model(
-            ROWS.tokens, ROWS.positions, CausalMask(ROWS.segment_ids), attention="dense"
-        )
-    )(tiny_transformer())
+    memory = ROWS.tokens, ROWS.positions, CausalMask(ROWS.segment_ids)
+    text = jax.jit(lambda model: model(*memory, attention="dense"))(tiny_transformer())
     there = np.asarray(ROWS.segment_ids) > 0
     np.testing.assert_allclose(hidden[:, :LENGTH][there], text[there], atol=1e-5)
     assert {length for *_, length in windows_of(one)} > {WIDTH}, "some end with their text"
@@ -121,6 +106,14 @@ def test_masks_are_those_of_decoding_and_the_text_is_the_models_own():
         number[row] += 1
 
 
+# Of teacher's and student's probabilities, and the tokens of the text.
+FORMULAS = {
+    "tv": lambda p, q, _: 0.5 * jnp.abs(p - q).sum(-1),
+    "kl": lambda p, q, _: (p * jnp.log(p / q)).sum(-1),
+    "ce": lambda _, q, text: -jnp.log(jnp.take_along_axis(q, text[..., None], -1))[..., 0],
+}
+
+
 def reference(model, one, distance):
     """The loss and the tokens per forward, window by window from whole logits."""
     masks, teachers = windows_alone(model, one)
@@ -131,11 +124,7 @@ def reference(model, one, distance):
     for n, (row, anchor, length) in enumerate(windows_of(one)):
         windows += length > 1
         for k in range(1, length):
-            loss = {
-                "tv": lambda p, q, _: 0.5 * jnp.abs(p - q).sum(),
-                "kl": lambda p, q, _: (p * jnp.log(p / q)).sum(),
-                "ce": lambda _, q, target: -jnp.log(q[target]),
-            }[distance](p[n, k], q[n, k], ROWS.tokens[row, anchor + k])
+            loss = FORMULAS[distance](p[n, k], q[n, k], ROWS.tokens[row, anchor + k])
             total += overlap[n, 1:k].prod() * loss
             runs += hit[n, 1 : k + 1].prod()
     return total / windows, 1 + runs / windows
@@ -188,19 +177,13 @@ def test_distances_and_their_gradients_do_not_depend_on_the_chunk(distance, chun
     has_target = jnp.asarray(random.random((2, 6)) < 0.7)
     weights = jnp.asarray(random.random((2, 6)), jnp.float32)
 
-    def ours(student, teacher, head):
-        found = distances(
-            student, teacher, head, targets, has_target, distance=distance, chunk=chunk
-        )
+    def ours(*given):
+        found = distances(*given, targets, has_target, distance=distance, chunk=chunk)
         return (weights * found.loss).sum()
 
     def dense(student):
         p, q = (jax.nn.softmax(x @ head.T) for x in (teacher, student))
-        loss = {
-            "tv": 0.5 * jnp.abs(p - q).sum(-1),
-            "kl": (p * jnp.log(p / q)).sum(-1),
-            "ce": -jnp.log(jnp.take_along_axis(q, targets[..., None], -1))[..., 0],
-        }[distance]
+        loss = FORMULAS[distance](p, q, targets)
         return (weights * jnp.where(has_target, loss, 0)).sum()
 
     both = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2)))

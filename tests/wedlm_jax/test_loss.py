@@ -103,16 +103,18 @@ def row_of_lengths(sizes):
 @given(
     seed=st.integers(0, 10**6),
     sizes=st.lists(st.lists(st.integers(1, 14), min_size=1, max_size=5), min_size=2, max_size=2),
-    weighting=st.sampled_from(["inverse_ratio", "uniform"]),
+    options=st.sampled_from(
+        [{"weighting": "inverse_ratio", "ar_weight": 0.5}, {"weighting": "uniform"}]
+    ),
 )
 def test_packed_rows_have_the_losses_of_their_samples_alone(
-    packed_loss, whole_logits, seed, sizes, weighting
+    packed_loss, whole_logits, seed, sizes, options
 ):
     rows = random_rows(seed, [row_of_lengths(row) for row in sizes])
     samples = [sample for row in rows for sample in row]
     logits = [whole_logits(sample) for sample in samples]
-    expected = wedlm_losses(samples, logits, block_size=BLOCK, weighting=weighting)
-    config = LossConfig(weighting=weighting, chunk=8)
+    expected = wedlm_losses(samples, logits, block_size=BLOCK, **options)
+    config = LossConfig(chunk=8, **options)
     _, metrics = packed_loss(*packed(rows, ROW_LENGTH), config=config)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
@@ -132,34 +134,21 @@ def assert_same_gradients(ours, theirs):
         np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=2e-5)
 
 
-def test_total_weighs_the_two_losses(packed_loss):
-    config = LossConfig(ar_weight=0.5, chunk=8)
-    _, metrics = packed_loss(*packed(random_rows(4, [[9], [7]]), ROW_LENGTH), config=config)
-    mlm, ar = float(metrics["mlm_loss"]), float(metrics["ar_loss"])
-    assert abs(mlm - ar) > 0.01
-    np.testing.assert_allclose(metrics["loss"], (mlm + 0.5 * ar) / 1.5, rtol=1e-6)
-
-
-def test_a_prompt_without_targets_gives_zero_loss_and_gradient(packed_loss):
-    random = np.random.default_rng(0)
-    prompt_only = random_sample(random, 9, prompt=9)
-    gradient, metrics = packed_loss(
-        *packed([[prompt_only], []], ROW_LENGTH), config=LossConfig(chunk=8)
-    )
-    assert not any(np.any(value) for value in metrics.values()), metrics
-    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(gradient))
-
-
 def test_a_row_without_targets_changes_nothing(packed_loss):
     random = np.random.default_rng(0)
     sample, prompt_only = random_sample(random, 14, prompt=3), random_sample(random, 9, prompt=9)
-    config = LossConfig(chunk=8)
-    alone, alone_metrics = packed_loss(*packed([[sample], []], ROW_LENGTH), config=config)
-    both, metrics = packed_loss(*packed([[sample], [prompt_only]], ROW_LENGTH), config=config)
+
+    def of(*rows):
+        return packed_loss(*packed(rows, ROW_LENGTH), config=LossConfig(chunk=8))
+
+    (alone, alone_metrics), (both, metrics) = of([sample], []), of([sample], [prompt_only])
     assert float(metrics["loss"]) > 1
     for name, value in metrics.items():
         np.testing.assert_allclose(value, alone_metrics[name], rtol=1e-6, err_msg=name)
     assert_same_gradients(both, alone)
+    # Alone it gives zeros.
+    gradient, metrics = of([prompt_only], [])
+    assert not any(np.any(value) for value in jax.tree.leaves((gradient, metrics)))
 
 
 def test_ar_loss_is_the_mean_over_next_tokens_of_each_sample(model_parts, whole_logits):

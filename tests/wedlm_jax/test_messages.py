@@ -138,9 +138,8 @@ def test_variables_of_the_template():
             template_variables(tools)
 
 
-def test_variables_of_the_codec_are_those_of_conversations_that_set_none(tmp_path):
-    folder = write_tokenizer(tmp_path, byte_tokenizer(), chat_template=TEMPLATE)
-    codec = TextCodec.load(folder, variables={"enable_thinking": False})
+def test_variables_of_the_codec_are_those_of_conversations_that_set_none(codec):
+    codec = TextCodec(codec.tokenizer, {"enable_thinking": False})
     assert shown(codec, [USER]).endswith("[assistant]()")
     assert shown(codec, [USER], enable_thinking=True).endswith("[assistant]")
 

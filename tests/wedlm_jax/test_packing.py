@@ -80,15 +80,17 @@ def test_rows_leave_before_the_samples_end():
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize("length", [0, ROW + 1])
-def test_a_sample_that_fits_no_row_is_named(length):
-    with pytest.raises(InputError, match=f"sample 1 has {length} tokens"):
-        packed_lengths([3, length])
-
-
-def test_a_row_of_broken_blocks_is_refused():
-    with pytest.raises(InputError, match="multiple of the block size 4"):
-        list(pack([sample(3)], row_length=10, block_size=BLOCK))
+@pytest.mark.parametrize(
+    ("length", "row", "message"),
+    [
+        (0, ROW, "sample 1 has 0 tokens"),
+        (ROW + 1, ROW, f"sample 1 has {ROW + 1} tokens"),
+        (3, 10, "multiple of the block size 4"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(length, row, message):
+    with pytest.raises(InputError, match=message):
+        list(pack([sample(3), sample(length)], row_length=row, block_size=BLOCK))
 
 
 @given(data=st.data())

@@ -165,14 +165,8 @@ class Schema:
         return {"type": "integer"}
 
 
-@pytest.mark.parametrize("given", [City, City(name="Rome", founded=-753)])
-def test_a_pydantic_model_is_a_schema(given):
-    params = SamplingParams(json_schema=given)
-    schema = json.loads(params.json_schema)
-    assert schema == City.model_json_schema()
-    assert list(schema["properties"]) == ["name", "founded"], "in the order of the class"
-
-
-@pytest.mark.parametrize("given", [Schema, Schema()])
+@pytest.mark.parametrize("given", [City, City(name="Rome", founded=-753), Schema, Schema()])
 def test_whatever_says_its_schema_is_one(given):
-    assert SamplingParams(json_schema=given).json_schema == '{"type": "integer"}'
+    # Keys are in the order of the class.
+    expected = json.dumps(given.model_json_schema())
+    assert SamplingParams(json_schema=given).json_schema == expected

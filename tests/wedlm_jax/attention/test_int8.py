@@ -43,11 +43,10 @@ def engine(tiny_model):
 
 
 def cases_in(mode):
-    params = SamplingParams(
-        mode=mode, max_tokens=14, temperature=0.7, entropy_threshold=2.0, draft_budget=50.0
-    )
+    given = {"max_tokens": 14, "temperature": 0.7, "entropy_threshold": 2.0, "draft_budget": 50.0}
     return [
-        Case(prompt, dataclasses.replace(params, seed=i), 4) for i, prompt in enumerate(PROMPTS)
+        Case(prompt, SamplingParams(mode=mode, seed=i, **given), 4)
+        for i, prompt in enumerate(PROMPTS)
     ]
 
 

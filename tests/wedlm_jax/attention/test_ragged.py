@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples.ragged import (
-    LAYER,
-    Example,
-    assert_attended,
-    make_example,
-    make_spans,
-    run_xla,
-)
+from tests.examples.ragged import LAYER, Example, assert_attended, make_example, make_spans, run_xla
 from tests.jaxpr_shapes import shapes_in
 from wedlm_jax.attention.ragged_xla import make_tiles
 

