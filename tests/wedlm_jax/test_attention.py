@@ -101,6 +101,26 @@ def test_attention_equals_the_reference(mask, implementation):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("implementation", ["dense", "splash"])
+def test_padding_gives_zeros_and_takes_no_gradient(implementation):
+    q, k, v = random_qkv(24)
+    padding = np.tile(np.asarray(SEGMENTS) == 0, (1, 2))
+    out = np.asarray(attend(q, k, v, MASK, implementation=implementation))
+    assert (out[padding] == 0).all()
+    assert (out[~padding] != 0).any(axis=(-1, -2)).all()
+
+    def scalar(q, k, v):
+        return (attend(q, k, v, MASK, implementation=implementation) ** 2).sum()
+
+    by_q, by_k, by_v = (
+        np.asarray(g) for g in jax.jit(jax.grad(scalar, argnums=(0, 1, 2)))(q, k, v)
+    )
+    for gradient in (by_q, by_k.swapaxes(1, 2), by_v.swapaxes(1, 2)):
+        assert np.isfinite(gradient).all()
+        assert (gradient[padding] == 0).all()
+        assert (gradient[~padding] != 0).any()
+
+
 def test_only_dense_builds_a_square_of_both_streams():
     def rows_by_columns(implementation):
         def scalar(*qkv):
