@@ -43,14 +43,8 @@ class Chip:
     def bounds(
         self, *, flops: float, hbm_bytes: float, sent_bytes: float, slice_bytes: float = 0.0
     ) -> Roofline:
-        """Returns the shortest times for an amount of work on the chip.
-
-        Args:
-          flops: FLOP of products.
-          hbm_bytes: bytes read and written.
-          sent_bytes: bytes sent to other chips of its slice.
-          slice_bytes: bytes sent to other slices.
-        """
+        """Returns the shortest times for an amount of work on the chip: FLOP of products, and bytes
+        read and written, sent to other chips of its slice, and sent to other slices."""
         return Roofline(
             compute=flops / self.peak_flops,
             memory=hbm_bytes / self.hbm_bandwidth,
