@@ -216,9 +216,6 @@ class _HostSteps:
         step = self._start + int(index)
         return step, self._steps.read(step, self._held[self._steps.shape(step)])
 
-    def __repr__(self) -> str:
-        return f"_HostSteps({self._start}, {self._steps.stop})"
-
 
 class TrainBatches:
     """Yields the global `PackedRows` of a run's steps in order; prints where batches are skipped.

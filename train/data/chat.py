@@ -9,11 +9,10 @@ template puts after the turn's content.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -43,8 +42,13 @@ class Wrong(Exception):
     known."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Conversation:
+Message = dict[str, Any]
+Variables = Mapping[str, Any]
+
+ASSISTANT = "assistant"
+
+
+class Conversation(NamedTuple):
     """The input of a chat template.
 
     Attributes:
@@ -53,33 +57,25 @@ class Conversation:
       unread: keys of turns that are not read.
     """
 
-    messages: Sequence[dict[str, Any]]
-    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    unread: Sequence[str] = ()
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any], key: str) -> Conversation:
-        """Reads a record.
-
-        Args:
-          key: the record's key, "messages" or "conversations".
-
-        Raises:
-          Wrong: the record is malformed.
-        """
-        unread: list[str] = []
-        turns = record[key]
-        if key == "conversations":
-            turns, unread = _from_sharegpt(turns)
-        messages = _with_system(_checked(turns), record.get("system"))
-        if not any(message["role"] == "assistant" for message in messages):
-            raise Wrong("no assistant turn")
-        with _named():
-            variables = template_variables(record.get("tools"), record.get("chat_template_kwargs"))
-        return cls(messages, variables, unread)
+    messages: list[Message]
+    variables: Variables
+    unread: list[str]
 
 
-def _checked(given: Any) -> list[dict[str, Any]]:
+def conversation_of(record: Mapping[str, Any], key: str) -> Conversation:
+    """Reads a record with the key "messages" or "conversations"; raises `Wrong`."""
+    turns, unread = record[key], list[str]()
+    if key == "conversations":
+        turns, unread = _from_sharegpt(turns)
+    messages = _with_system(_checked(turns), record.get("system"))
+    if not any(message["role"] == ASSISTANT for message in messages):
+        raise Wrong("no assistant turn")
+    with _named():
+        variables = template_variables(record.get("tools"), record.get("chat_template_kwargs"))
+    return Conversation(messages, variables, unread)
+
+
+def _checked(given: Any) -> list[Message]:
     """Returns messages as the template takes them, without the weights that some programs add."""
     for number, one in enumerate(given if isinstance(given, list) else []):
         role = one.get("role", "user") if isinstance(one, dict) else "user"
@@ -111,15 +107,8 @@ PAIRS = {"prompt": ("completion",), "instruction": ("output", "input")}
 
 
 def pair_of(record: Mapping[str, Any], key: str) -> tuple[str, str]:
-    """Returns the prompt and the completion of a record.
-
-    Args:
-      key: the record's key in `PAIRS`. An ``instruction`` may have an ``input``, which follows it
-        after an empty line.
-
-    Raises:
-      Wrong: the record is malformed.
-    """
+    """Returns the prompt and the completion of a record, given its key in `PAIRS`; raises `Wrong`.
+    An ``instruction`` may have an ``input``, which follows it after an empty line."""
     completion, *further = PAIRS[key]
     texts = [whole_text(record[key], key)]
     for name in further:
@@ -128,7 +117,7 @@ def pair_of(record: Mapping[str, Any], key: str) -> tuple[str, str]:
     return "\n\n".join(texts), whole_text(record[completion], completion)
 
 
-def _from_sharegpt(turns: Any) -> tuple[list[dict[str, Any]], list[str]]:
+def _from_sharegpt(turns: Any) -> tuple[list[Message], list[str]]:
     """Converts ``[{"from": ..., "value": ...}, ...]`` to messages; also returns the keys of turns
     that are not read."""
     if not isinstance(turns, list) or not turns:
@@ -147,7 +136,7 @@ def _from_sharegpt(turns: Any) -> tuple[list[dict[str, Any]], list[str]]:
     return messages, list(unread)
 
 
-def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
+def _with_system(messages: list[Message], system: Any) -> list[Message]:
     """Puts a record's own system message first, unless it is there already."""
     if system is None or system == "":
         return messages
@@ -159,22 +148,19 @@ def _with_system(messages: list[dict[str, Any]], system: Any) -> list[dict[str, 
     return messages
 
 
-def whole_text(value: Any, name: str, *, empty: bool = False) -> str:
-    """Returns a value that must be a text, and a non-empty one unless ``empty``."""
+def whole_text(value: Any, name: str) -> str:
+    """Returns a value that must be a text, and not an empty one."""
     if not isinstance(value, str):
         raise Wrong("wrong type", f"{name} must be a text")
-    if not value and not empty:
+    if not value:
         raise Wrong("empty", name)
     return value
 
 
-Message = dict[str, Any]
-Variables = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool, Variables], str]
 """(messages, whether to ask for the assistant's turn, other variables of the template) to text;
 raises `InputError`."""
 
-ASSISTANT = "assistant"
 HIDDEN = "turns not found in the chat template's text"
 
 _PROBE = [

@@ -6,6 +6,7 @@ becomes a `Malformed` in its place, so that nothing is dropped silently.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -13,16 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from train.data.chat import BESIDE, PAIRS
+from train.data.shards import open_array_record
 from wedlm_jax.errors import InputError, file_error, is_passing, require_extra, shortened
 from wedlm_jax.records.compressed import DAMAGE, unpacked
-from wedlm_jax.records.files import (
-    JSONL,
-    PARQUET,
-    FoundFiles,
-    RecordFile,
-    file_size,
-    find_files,
-)
+from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, file_size, find_files
 from wedlm_jax.records.jsonl import LARGEST_LINE, BadRecord, parse_object, read_lines
 from wedlm_jax.records.parquet import (
     NotParquet,
@@ -106,7 +101,6 @@ def find_input(names: Sequence[str]) -> FoundFiles:
     """
     files: list[RecordFile] = []
     others: list[Path] = []
-    folders: list[Path] = []
     for name in names:
         folder = Path(name)
         if (folder / "dataset_dict.json").is_file():
@@ -120,8 +114,7 @@ def find_input(names: Sequence[str]) -> FoundFiles:
         found = find_files([name], ENDINGS)
         files += found.files
         others += found.others
-        folders += found.folders
-    return FoundFiles(tuple(files), tuple(others), tuple(folders))
+    return FoundFiles(tuple(files), tuple(others))
 
 
 def input_size(file: RecordFile) -> int:
@@ -133,13 +126,7 @@ def input_size(file: RecordFile) -> int:
 
 def chunks(file: RecordFile) -> Iterator[RecordChunk]:
     """Yields the chunks of one file in order; their sizes depend only on the file."""
-    reader = {
-        JSONL: _line_chunks,
-        TEXT: _text_chunks,
-        PARQUET: _parquet_chunks,
-        ARRAYRECORD: _arrayrecord_chunks,
-        DATASET: _dataset_chunks,
-    }[file.kind]
+    reader = {JSONL: _line_chunks, TEXT: _text_chunks}.get(file.kind, _row_chunks)
     try:
         size = input_size(file)
         if size == 0:
@@ -166,8 +153,7 @@ def records(chunk: RecordChunk) -> Iterator[tuple[int, dict[str, Any] | str | Ma
             rows = _rows(chunk)
         except Exception as error:
             # The libraries have many error types for damaged files.
-            detail = error.detail if isinstance(error, NotParquet) else shortened(str(error))
-            detail = f"{chunk.count} rows from here on: {detail}"
+            detail = f"{chunk.count} rows from here on: {_detail(error)}"
             yield chunk.first, Malformed(file.shown, chunk.first, "cannot be read", detail)
         else:
             yield from enumerate(rows, chunk.first)
@@ -204,59 +190,41 @@ def _text_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
     yield RecordChunk(file, problem=problem, bytes_read=size)
 
 
-def _parquet_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
-    first, told = 1, 0
+NAMES = {PARQUET: "a Parquet file", ARRAYRECORD: "an ArrayRecord file", DATASET: "a dataset"}
+
+
+def _row_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
     try:
-        groups = rows_of_groups(file.path, file.shown)
-        unread = _unread(column_names(file.path, file.shown))
-    except NotParquet as error:
-        yield RecordChunk(file, problem=("not a Parquet file", error.detail))
+        sizes, columns = _shape(file)
+    except Exception as error:
+        # The libraries have many error types for damaged files.
+        yield RecordChunk(file, problem=(f"not {NAMES[file.kind]}", _detail(error)))
         return
-    for group, rows in enumerate(groups):
-        here = size * (group + 1) // len(groups)
+    unread = tuple(name for name in columns if name not in COLUMNS)
+    first, told = 1, 0
+    for number, rows in enumerate(sizes, 1):
+        here = size * number // len(sizes)
         yield RecordChunk(file, first, count=rows, unread=unread, bytes_read=here - told)
         first, told = first + rows, here
 
 
-def _arrayrecord_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
-    from array_record.python.array_record_module import ArrayRecordReader
-
-    try:
-        reader = ArrayRecordReader(str(file.path))
-        if not reader.ok():  # such as a small file that was cut off, which seems to be empty
-            raise ValueError("its end is missing")
-        count = int(reader.num_records())
-        reader.close()
-    except (OSError, RuntimeError, ValueError) as error:
-        yield RecordChunk(file, problem=("not an ArrayRecord file", shortened(str(error))))
-        return
-    yield from _row_chunks(file, size, count)
-
-
-def _dataset_chunks(file: RecordFile, size: int) -> Iterator[RecordChunk]:
-    try:
+def _shape(file: RecordFile) -> tuple[list[int], list[str]]:
+    """Returns the number of rows of each chunk of a file, and the names of its columns."""
+    if file.kind == PARQUET:
+        return rows_of_groups(file.path, file.shown), column_names(file.path, file.shown)
+    if file.kind == DATASET:
         table = _dataset(file.path)
-        count, unread = len(table), _unread(table.column_names)
-    except Exception as error:
-        # The library has many error types for damaged files.
-        yield RecordChunk(file, problem=("not a dataset", shortened(str(error))))
-        return
-    yield from _row_chunks(file, size, count, unread)
+        count, columns = len(table), table.column_names
+    else:
+        reader, count = open_array_record(file.path)
+        reader.close()
+        columns = []
+    starts = range(0, count, CHUNK_RECORDS)
+    return [min(CHUNK_RECORDS, count - start) for start in starts], columns
 
 
-def _unread(columns: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in columns if name not in COLUMNS)
-
-
-def _row_chunks(
-    file: RecordFile, size: int, count: int, unread: tuple[str, ...] = ()
-) -> Iterator[RecordChunk]:
-    told = 0
-    for start in range(0, count, CHUNK_RECORDS):
-        rows = min(CHUNK_RECORDS, count - start)
-        here = size * (start + rows) // count
-        yield RecordChunk(file, start + 1, count=rows, unread=unread, bytes_read=here - told)
-        told = here
+def _detail(error: Exception) -> str:
+    return error.detail if isinstance(error, NotParquet) else shortened(str(error))
 
 
 def _rows(chunk: RecordChunk) -> list[dict[str, Any] | Malformed]:
@@ -268,13 +236,9 @@ def _rows(chunk: RecordChunk) -> list[dict[str, Any] | Malformed]:
         read = table.select_columns([name for name in table.column_names if name in COLUMNS])
         rows = read.select(range(start, start + chunk.count)).to_list()
         return [without_nulls(row) for row in rows]
-    from array_record.python.array_record_module import ArrayRecordReader
-
-    reader = ArrayRecordReader(str(file.path))
-    try:
+    reader, _ = open_array_record(file.path)
+    with contextlib.closing(reader):
         rows = reader.read(list(range(start, start + chunk.count)))
-    finally:
-        reader.close()
     return [_parsed(row, file, number) for number, row in enumerate(rows, chunk.first)]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from train.data.chat import (
     ChatFormat,
     Conversation,
     Wrong,
+    conversation_of,
     pair_of,
     whole_text,
 )
@@ -159,15 +161,11 @@ class SampleMaker:
         samples: list[TokenisedSample] = []
         for one in made:
             samples += self._pieces(next(documents).ids) if isinstance(one, str) else one
-        counts.samples = len(samples)
-        for sample in samples:
-            counts.tokens += len(sample.tokens)
-            counts.trainable_tokens += int(sample.trainable.sum())
-            added = sample.tokens[
-                ~self._ordinary[np.minimum(sample.tokens, self._ordinary.size - 1)]
-            ]
-            for token in map(str, added.tolist()):
-                counts.added_tokens[token] = counts.added_tokens.get(token, 0) + 1
+        tokens = np.concatenate([np.zeros(0, np.int32), *(sample.tokens for sample in samples)])
+        added = tokens[~self._ordinary[np.minimum(tokens, self._ordinary.size - 1)]]
+        counts.samples, counts.tokens = len(samples), len(tokens)
+        counts.trainable_tokens = sum(int(sample.trainable.sum()) for sample in samples)
+        counts.added_tokens = dict(collections.Counter(map(str, added.tolist())))
         return ChunkSamples(samples, malformed, counts)
 
     def _one(self, record: dict[str, Any] | str, place: str) -> list[TokenisedSample] | str:
@@ -197,7 +195,7 @@ class SampleMaker:
         if kind == "text":
             made: list[TokenisedSample] | str = whole_text(record["text"], "text")
         elif kind == "chat":
-            conversation = Conversation.of_record(record, key)
+            conversation = conversation_of(record, key)
             made = [self._conversation(conversation, place)]
             extra += conversation.unread
         elif kind == "pairs":
@@ -212,7 +210,7 @@ class SampleMaker:
         return made
 
     def _conversation(self, conversation: Conversation, place: str) -> TokenisedSample:
-        given: Any = [list(conversation.messages), dict(conversation.variables)]
+        given: Any = [conversation.messages, dict(conversation.variables)]
         try:
             messages, variables = self._codec.marked(given)
             spelt = [messages, variables] != given
@@ -223,9 +221,8 @@ class SampleMaker:
                 raise Wrong("special tokens in messages", CHANGED)
         except InputError as error:
             raise Wrong("refused by the chat template", str(error)) from None
-        sample = self._fitting(
-            self.chat.tokenised(whole, spans, train_on_prompt=self.options.train_on_prompt)
-        )
+        sample = self.chat.tokenised(whole, spans, train_on_prompt=self.options.train_on_prompt)
+        self._check_length(sample.tokens)
         changed = self.chat.changed(messages, whole, spans)
         first = None
         if changed:
@@ -233,10 +230,7 @@ class SampleMaker:
             first = {"place": place, "written": written, "became": became}
         self._counts.add(
             Counts(
-                turns=len(spans),
-                changed_turns=len(changed),
-                first_changed=first,
-                typed=int(spelt),
+                turns=len(spans), changed_turns=len(changed), first_changed=first, typed=int(spelt)
             )
         )
         return sample
@@ -254,7 +248,7 @@ class SampleMaker:
             ]
             variables = {name: beside[name] for name in BESIDE if name in beside}
             record = {"messages": messages, **variables}
-            return self._conversation(Conversation.of_record(record, "messages"), place)
+            return self._conversation(conversation_of(record, "messages"), place)
         if given := [name for name in BESIDE if name in beside]:
             raise Wrong("unused key", f"{given[0]!r}: the tokenizer has no chat template")
         before, after = (
@@ -263,9 +257,7 @@ class SampleMaker:
         )
         after += [self.document_end] * (1 + self.options.end_tokens)
         trainable = [self.options.train_on_prompt] * len(before) + [True] * len(after)
-        return self._fitting(
-            TokenisedSample(np.array(before + after, np.int32), np.array(trainable, bool))
-        )
+        return self._sample(before + after, trainable)
 
     def _completions(self, record: dict[str, Any]) -> list[TokenisedSample]:
         """Returns the samples of a job's result: a prompt, which is not trained on, and what was
@@ -277,8 +269,7 @@ class SampleMaker:
         for sample in samples:
             tokens = self._ids(sample, "token_ids")
             flags = [False] * len(prompt) + [True] * len(tokens)
-            whole = np.array(prompt + tokens, np.int32)
-            made.append(self._fitting(TokenisedSample(whole, np.array(flags, bool))))
+            made.append(self._sample(prompt + tokens, flags))
         return made
 
     def _ids(self, record: Mapping[str, Any], name: str) -> list[int]:
@@ -294,29 +285,32 @@ class SampleMaker:
     def _token_ids(self, record: dict[str, Any]) -> list[TokenisedSample]:
         tokens, flags = self._ids(record, "token_ids"), record.get("trainable")
         if flags is None:
-            return list(self._cut(np.array(tokens, np.int32)))
+            return self._cut(tokens)
         if not isinstance(flags, list) or not all(flag in (0, 1) for flag in flags):
             raise Wrong("wrong type", "trainable must be a list of true and false")
         if len(flags) != len(tokens):
             raise Wrong("wrong length", f"{len(tokens)} token_ids, {len(flags)} trainable")
         if not any(flags):
             raise Wrong("nothing to train on", "trainable is false everywhere")
-        return [self._fitting(TokenisedSample(np.array(tokens, np.int32), np.array(flags, bool)))]
+        return [self._sample(tokens, flags)]
 
-    def _pieces(self, ids: list[int]) -> Iterator[TokenisedSample]:
-        """Yields a document's samples; its end token follows the last."""
+    def _pieces(self, ids: list[int]) -> list[TokenisedSample]:
+        """Returns a document's samples; its end token follows the last."""
         end = [] if ids and ids[-1] == self.document_end else [self.document_end]
-        return self._cut(np.array(ids + end, np.int32))
+        return self._cut(ids + end)
 
-    def _cut(self, tokens: np.ndarray) -> Iterator[TokenisedSample]:
-        for start in range(0, len(tokens), self.options.row_length):
-            piece = tokens[start : start + self.options.row_length]
-            yield TokenisedSample(piece, np.ones(len(piece), bool))
+    def _cut(self, tokens: list[int]) -> list[TokenisedSample]:
+        length = self.options.row_length
+        pieces = [tokens[start : start + length] for start in range(0, len(tokens), length)]
+        return [self._sample(piece, [True] * len(piece)) for piece in pieces]
 
-    def _fitting(self, sample: TokenisedSample) -> TokenisedSample:
-        if (size := len(sample.tokens)) > self.options.row_length:
+    def _sample(self, tokens: list[int], trainable: list[bool]) -> TokenisedSample:
+        self._check_length(tokens)
+        return TokenisedSample(np.array(tokens, np.int32), np.array(trainable, bool))
+
+    def _check_length(self, tokens: Sized) -> None:
+        if (size := len(tokens)) > self.options.row_length:
             raise Wrong("longer than a row", f"{size} tokens, over {self.options.row_length}")
-        return sample
 
 
 def _has(record: Mapping[str, Any], key: str) -> bool:

@@ -260,13 +260,24 @@ def decode_samples(record: bytes) -> list[TokenisedSample]:
     return [TokenisedSample(ids, flags) for ids, flags in parts]
 
 
+UNREADABLE = (OSError, RuntimeError, ValueError)
+"""What ArrayRecord raises for a file that it cannot read or write."""
+
+
+def open_array_record(path: Path) -> tuple[ArrayRecordReader, int]:
+    """Returns a reader of a file, and the number of its records; raises one of `UNREADABLE`."""
+    reader = ArrayRecordReader(str(path))
+    if not reader.ok():  # such as a small file that was cut off, which seems to be empty
+        raise ValueError("its end is missing")
+    return reader, int(reader.num_records())
+
+
 WRITER_OPTIONS = "group_size:1,zstd:1"
 """One row per group: rows are read one at a time, in random order."""
 
 
 class ShardWriter:
-    """Writes rows into shards of ``shard_rows`` each, which are named at the end, when their number
-    is known.
+    """Writes rows into numbered shards of ``shard_rows`` each.
 
     Args:
       folder: an existing folder without shards.
@@ -278,48 +289,43 @@ class ShardWriter:
 
     def __init__(self, folder: Path, shard_rows: int):
         self._folder, self._shard_rows = folder, shard_rows
-        self._paths: list[Path] = []
-        self._rows: list[int] = []
+        self._shards: list[DataShard] = []
         self._writer: Any = None
+        self._rows = 0
         self._digest = hashlib.sha256()
 
     def write(self, record: bytes) -> None:
-        if self._writer is None or self._rows[-1] == self._shard_rows:
+        if self._rows == self._shard_rows:
             self._finish_shard()
-            self._paths.append(self._folder / f"{len(self._paths):05d}.arrayrecord")
-            self._rows.append(0)
-            self._checked(self._open)
+        if self._writer is None:
+            self._writer = self._checked(ArrayRecordWriter, str(self._path), WRITER_OPTIONS)
         self._checked(self._writer.write, record)
-        self._rows[-1] += 1
+        self._rows += 1
         self._digest.update(len(record).to_bytes(8, "little"))
         self._digest.update(record)
 
     def finish(self) -> tuple[list[DataShard], str]:
-        """Closes and names the shards; returns them and the SHA-256 of all rows in order."""
-        self._finish_shard()
-        shards = []
-        for number, (path, rows) in enumerate(zip(self._paths, self._rows, strict=True)):
-            name = f"rows-{number:05d}-of-{len(self._paths):05d}.arrayrecord"
-            path = path.rename(self._folder / name)
-            shards.append(DataShard(name, rows, path.stat().st_size))
-        return shards, self._digest.hexdigest()
+        """Closes the shards; returns them and the SHA-256 of all rows in order."""
+        if self._writer is not None:
+            self._finish_shard()
+        return self._shards, self._digest.hexdigest()
 
-    def _open(self) -> None:
-        self._writer = ArrayRecordWriter(str(self._paths[-1]), WRITER_OPTIONS)
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{len(self._shards):05d}.arrayrecord"
 
     def _finish_shard(self) -> None:
-        if self._writer is not None:
-            self._checked(self._writer.close)
-            self._writer = None
+        self._checked(self._writer.close)
+        self._shards.append(DataShard(self._path.name, self._rows, self._path.stat().st_size))
+        self._writer, self._rows = None, 0
 
-    def _checked(self, act: Any, *arguments: Any) -> None:
+    def _checked(self, act: Any, *arguments: Any) -> Any:
         try:
-            act(*arguments)
-        except (OSError, RuntimeError, ValueError) as error:
+            return act(*arguments)
+        except UNREADABLE as error:
             # The folder has just been made, so only the disk can refuse.
-            raise StorageFailure(
-                f"{self._paths[-1]}: cannot be written ({shortened(str(error))})"
-            ) from None
+            reason = shortened(str(error))
+            raise StorageFailure(f"{self._path}: cannot be written ({reason})") from None
 
 
 class ShardRows:
@@ -328,11 +334,8 @@ class ShardRows:
 
     Args:
       folder: folder of the shards.
-      manifest: the folder's manifest.
+      manifest: the folder's manifest, also an attribute.
       pad_token_id: id of the padding token.
-
-    Attributes:
-      manifest: the folder's manifest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, pad_token_id: int):
@@ -359,7 +362,7 @@ class ShardRows:
         """
         try:
             return decode_row(self._records[int(index)], **self._sizes)
-        except (OSError, RuntimeError, ValueError, IndexError) as error:
+        except (*UNREADABLE, IndexError) as error:
             raise InputError(
                 f"{self._folder}: row {index} cannot be read ({shortened(str(error))})"
             ) from None
@@ -369,9 +372,6 @@ class ShardRows:
         shard = bisect.bisect_right(self._ends, index)
         first = self._ends[shard] - self.manifest.shards[shard].rows
         return str(self._folder / self.manifest.shards[shard].file), index - first
-
-    def __repr__(self) -> str:
-        return f"ShardRows({self._folder}, {self.manifest.content})"
 
 
 def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
@@ -387,17 +387,14 @@ def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
     if not file.is_file():
         raise InputError(f"{file}: no such file")
     try:
-        reader = ArrayRecordReader(str(file))
-        if not reader.ok():
-            raise ValueError("its end is missing")
-        count = int(reader.num_records())
-    except (OSError, RuntimeError, ValueError) as error:
+        reader, count = open_array_record(file)
+    except UNREADABLE as error:
         raise InputError(f"{file}: not a file of packed rows ({shortened(str(error))})") from None
     if wrong := [row for row in rows if not 0 <= row < count]:
         raise InputError(f"{file}: no row {wrong[0]}; it has rows 0 to {count - 1}")
     try:
         return [decode_samples(record) for record in reader.read(rows)]
-    except (OSError, RuntimeError, ValueError) as error:
+    except UNREADABLE as error:
         raise InputError(f"{file}: a row cannot be read ({shortened(str(error))})") from None
 
 

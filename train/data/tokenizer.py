@@ -8,19 +8,17 @@ import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from train.data.chunks import Malformed, chunks, find_input, records
 from wedlm_jax.errors import InputError, counted, shortened
+from wedlm_jax.host.atomic import replacing
 from wedlm_jax.host.command_line import CommandParser
+from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.host.storage import why_absent
-
-if TYPE_CHECKING:
-    from train.data.chunks import Malformed
-    from wedlm_jax.host.progress import ProgressBar
-    from wedlm_jax.records.files import RecordFile
-
+from wedlm_jax.records.files import RecordFile, file_size
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 SMALLEST = 256 + len(SPECIAL_TOKENS)
@@ -44,11 +42,8 @@ def train_tokenizer(
     texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = SPECIAL_TOKENS
 ) -> Tokenizer:
     """Learns byte-level BPE of ``vocab_size`` tokens, including special tokens and all 256 bytes;
-    fewer if the texts do not have that many.
-
-    Any text round-trips: what has no token of its own is spelled in bytes. The same texts in the
-    same order give the same tokenizer.
-    """
+    fewer if the texts do not have that many. The same texts in the same order give the same
+    tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -152,10 +147,6 @@ def main(arguments: list[str]) -> int:
 
     from rich.console import Console
 
-    from train.data.chunks import find_input
-    from wedlm_jax.host.atomic import replacing
-    from wedlm_jax.host.progress import ProgressBar
-
     output = Path(options.output)
     if options.vocab_size < SMALLEST:
         raise InputError(f"--vocab-size must be at least {SMALLEST}, not {options.vocab_size}")
@@ -197,22 +188,20 @@ class InputTexts:
         self.left_out: list[Malformed] = []
 
     def __iter__(self) -> Iterator[str]:
-        from train.data.chunks import Malformed, chunks, records
-        from wedlm_jax.records.files import file_size
-
         total, read = sum(map(file_size, self._files)), 0
         for file in self._files:
             for chunk in chunks(file):
                 for line, record in records(chunk):
-                    texts = [] if isinstance(record, Malformed) else texts_of(record)
+                    if isinstance(record, Malformed):
+                        self.left_out.append(record)
+                        continue
+                    texts = texts_of(record)
+                    if not texts:
+                        self.left_out.append(Malformed(file.shown, line, "no text or messages"))
                     for text in texts:
                         self.count += 1
                         self.characters += len(text)
                         yield text
-                    if isinstance(record, Malformed):
-                        self.left_out.append(record)
-                    elif not texts:
-                        self.left_out.append(Malformed(file.shown, line, "no text or messages"))
                 read += chunk.bytes_read
                 self._bar.update(read, total=total, text=f"{self.count:,} texts")
         self._bar.update(total, total=total, title="learning", text="merging pairs of tokens")

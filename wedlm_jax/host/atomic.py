@@ -136,30 +136,28 @@ def sync_path(path: Path) -> None:
 def alone(folder: Path) -> Iterator[None]:
     """Waits until no other process is in such a block for ``folder``; does not wait on a file
     system without locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = lock_folder(folder, fcntl.LOCK_EX)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def lock_folder(folder: Path) -> int | None:
+def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
     """Returns a descriptor of ``folder``. Until it is closed, or the process ends, no other process
     gets one. None on a file system without locks.
 
     Raises:
-      BlockingIOError: another process has it.
+      BlockingIOError: another process has it; with ``fcntl.LOCK_EX`` as ``kind`` this waits.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
         os.close(descriptor)
-        raise
-    except OSError:
-        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return descriptor
 
@@ -211,7 +209,8 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     try:
         yield beside
         with naming(folder):
-            _sync_tree(beside)
+            for path in (*beside.rglob("*"), beside):
+                sync_path(path)
             if folder.exists():
                 os.rename(folder, old)
             os.rename(beside, folder)
@@ -235,9 +234,3 @@ def _recover(folder: Path, old: Path) -> None:
         os.rename(old, folder)
     elif old.exists():
         shutil.rmtree(old)
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        sync_path(path)
-    sync_path(folder)

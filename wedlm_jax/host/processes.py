@@ -23,9 +23,7 @@ from wedlm_jax.host.atomic import part_folder, replacing
 
 AUTO = "auto"
 
-Variables = tuple[str | None, str]
-
-LAUNCHERS: dict[str, Variables] = {
+LAUNCHERS: dict[str, tuple[str | None, str]] = {
     "JAX": ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
     "an Indexed Job of Kubernetes": (None, "JOB_COMPLETION_INDEX"),
     "a TPU pod": ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID"),
