@@ -38,9 +38,7 @@ def clients(host=0):
 class Bucket(str):
     """The name of the bucket, and the requests that it shall refuse."""
 
-    def __init__(self, name):
-        self._refused = None
-        self._status, self._times = 0, 0.0
+    _refused = None
 
     @contextlib.contextmanager
     def refusing(self, request, status, times=math.inf):
@@ -131,7 +129,7 @@ def _as_the_service():
                 self._generation = self._current_generation()
                 status = refused or self._precondition()
                 if status is None:
-                    answer()
+                    answer(self)
                     return
             self.send_response(status)
             self.send_header("Content-Length", "0")
@@ -162,19 +160,10 @@ def _as_the_service():
                 self.send_header("x-goog-generation", str(self._generation))
             super().end_headers()
 
-        def do_GET(self):
-            self._answer(super().do_GET)
-
-        def do_POST(self):
-            self._answer(super().do_POST)
-
-        def do_PUT(self):
-            self._answer(super().do_PUT)
-
-        def do_PATCH(self):
-            self._answer(super().do_PATCH)
-
-        def do_DELETE(self):
-            self._answer(super().do_DELETE)
+        do_GET = functools.partialmethod(_answer, RequestHandler.do_GET)
+        do_POST = functools.partialmethod(_answer, RequestHandler.do_POST)
+        do_PUT = functools.partialmethod(_answer, RequestHandler.do_PUT)
+        do_PATCH = functools.partialmethod(_answer, RequestHandler.do_PATCH)
+        do_DELETE = functools.partialmethod(_answer, RequestHandler.do_DELETE)
 
     return AsTheService

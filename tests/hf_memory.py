@@ -30,15 +30,18 @@ def memory(field):
     return int(re.search(rf"{field}:\s+(\d+) kB", status)[1]) * 1024
 
 
+def size_of(model):
+    return sum(value.nbytes for value in arrays_from_model(model).values())
+
+
 def main(source, destination, shard_bytes):
-    jax.config.update("jax_num_cpu_devices", 8)
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     jnp.zeros(8).block_until_ready()
     before, start = memory("VmRSS"), time.monotonic()
     model = load_checkpoint(source, mesh=mesh)
     shutil.rmtree(source)
     facts = {
-        "parameters": sum(value.nbytes for value in arrays_from_model(model).values()),
+        "parameters": size_of(model),
         "import": memory("VmHWM") - before,
         "import_s": time.monotonic() - start,
     }
@@ -49,22 +52,17 @@ def main(source, destination, shard_bytes):
 
 
 def import_rounded(source, quantization):
-    jax.config.update("jax_num_cpu_devices", 8)
     mesh = make_mesh({"tensor": 8})
     # What rounding takes besides is compiled before.
     matrix = jnp.ones((8, 8), jnp.bfloat16)
     rounded_alone(matrix, "weight")
     before = memory("VmRSS")
     model = load_checkpoint(source, mesh=mesh, stacked=False, quantization=quantization)
-    arrays = arrays_from_model(model).values()
-    facts = {
-        "parameters": sum(value.nbytes for value in arrays),
-        "import": memory("VmHWM") - before,
-    }
-    print(json.dumps(facts))
+    print(json.dumps({"parameters": size_of(model), "import": memory("VmHWM") - before}))
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
     if len(sys.argv) == 3:
         import_rounded(Path(sys.argv[1]), sys.argv[2])
     else:

@@ -54,8 +54,15 @@ class NumberedRows:
     def place(self, index):
         return f"from {self.first}", index
 
-    def __repr__(self):
-        return f"NumberedRows({self.rows})"
+
+def tokenizer_with(template, folder):
+    """The embedded tokenizer in a folder of its own, with another chat template; None for none."""
+    folder.mkdir(exist_ok=True)
+    shutil.copy(EMBEDDED / "tokenizer.json", folder)
+    settings = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
+    settings["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def step_rows(sets, config):
@@ -72,13 +79,12 @@ def one_phase(sets, config):
 def options(inputs, output, **changes):
     """Rows of 128 in blocks of 32 with the embedded tokenizer; ``changes`` of either class."""
     names = {field.name for field in dataclasses.fields(SampleOptions)}
-    samples = {key: value for key, value in changes.items() if key in names}
-    rest = {key: value for key, value in changes.items() if key not in names}
+    samples = {name: changes.pop(name) for name in names & changes.keys()}
     return TokeniseOptions(
         inputs=tuple(map(str, inputs)),
         output=str(output),
         samples=SampleOptions(**{"tokenizer": str(EMBEDDED), "row_length": ROW, **samples}),
-        **{"block_size": BLOCK, **rest},
+        **{"block_size": BLOCK, **changes},
     )
 
 

@@ -209,9 +209,7 @@ def main(arguments: list[str]) -> int:
             f"{counted(made.typed, 'record')} {spell} special tokens in messages, read as text; "
             "--trust-special-tokens reads them as tokens"
         )
-    if line := _blocks(made):
-        print(line)
-    if line := _mask_tokens(options.tokenizer, made):
+    for line in filter(None, (_blocks(made), _mask_tokens(options.tokenizer, made))):
         print(line)
     if made.malformed:
         print(f"{counted(made.malformed, 'record')} left out, listed in {job.output}/{MALFORMED}:")

@@ -11,7 +11,7 @@ import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from wedlm_jax.errors import InputError, require_extra
 
@@ -45,8 +45,8 @@ def unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
     require_extra(f"{path}: zstd", "data", "pyarrow")
     import pyarrow
 
-    stream = _Raw(pyarrow.CompressedInputStream(raw, "zstd"))
-    return cast(IO[bytes], io.BufferedReader(stream, BLOCK))
+    # Buffered, since a pyarrow stream has no lines.
+    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), BLOCK)
 
 
 @contextlib.contextmanager
@@ -64,18 +64,3 @@ def skip(stream: IO[bytes], size: int) -> None:
     """Skips bytes by reading them: compressed data must be unpacked to reach a position in it."""
     while size > 0 and (block := stream.read(min(size, BLOCK))):
         size -= len(block)
-
-
-class _Raw(io.RawIOBase):
-    """Reads from a pyarrow stream, which has no lines."""
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)

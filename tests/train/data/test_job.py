@@ -3,7 +3,6 @@
 import errno
 import io
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tests.examples.data import (
     options,
     silent,
     tokenised,
+    tokenizer_with,
     write_jsonl,
 )
 from tests.examples.full_disk import run_with_small_files
@@ -71,7 +71,7 @@ def test_every_token_is_in_the_rows_and_every_bad_record_in_the_list(inputs, mad
     rows = ShardRows(made, manifest, pad_token_id=0)
     arrays = [rows[number] for number in range(len(rows))]
     tokens = sum(int((row["segment_ids"] > 0).sum()) for row in arrays)
-    assert (tokens, manifest.tokens) == (manifest.tokens, tokens)
+    assert manifest.tokens == tokens
     assert manifest.fill == pytest.approx(tokens / (len(rows) * ROW), abs=1e-6)
     trainable = sum(int(row["trainable"].sum()) for row in arrays)
     assert manifest.trainable_tokens == trainable < tokens
@@ -102,9 +102,7 @@ def test_every_token_is_in_the_rows_and_every_bad_record_in_the_list(inputs, mad
     assert found["first"] == [f"{inputs / 'a.jsonl'}:31", f"{inputs / 'a.jsonl'}:33"]
     assert manifest.records == 30 + 3 + 10 + 20 + 1 + 1
     assert sum(shard.rows for shard in manifest.shards) == manifest.rows == len(rows)
-    assert [shard.file for shard in manifest.shards][:1] == [
-        f"rows-00000-of-{len(manifest.shards):05d}.arrayrecord"
-    ]
+    assert manifest.shards[0].file == f"rows-00000-of-{len(manifest.shards):05d}.arrayrecord"
     assert len(manifest.shards) > 1
 
 
@@ -145,9 +143,8 @@ if __name__ == "__main__":
 
 def test_a_job_killed_halfway_leaves_no_folder_and_runs_again(inputs, made, tmp_path):
     output = tmp_path / "rows"
-    command = [sys.executable, "-c", KILLED, str(inputs), str(output)]
-    root = Path(__file__).parents[3]
-    ended = subprocess.run(command, cwd=root, capture_output=True, timeout=300, check=False)
+    killed = [sys.executable, "-c", KILLED, str(inputs), str(output)]
+    ended = subprocess.run(killed, capture_output=True, timeout=300, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
     assert not output.exists()
     assert [path.name for path in tmp_path.iterdir()] == [".rows.wedlm-part"]
@@ -248,11 +245,7 @@ def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path):
 
 
 def test_the_command_says_how_many_turns_the_template_changed(small_parts, tmp_path, capsys):
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    for path in EMBEDDED.glob("*token*"):
-        shutil.copy(path, folder)
-    (folder / "chat_template.jinja").write_text(THINKING)
+    folder = tokenizer_with(THINKING, tmp_path / "tokenizer")
     (tmp_path / "in").mkdir()
     for name in "ab":
         write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": "one"}, {"messages": CHAT}])
@@ -356,10 +349,9 @@ def test_a_job_goes_on_with_the_parts_that_are_made(parted, tmp_path):
     with pytest.raises(KeyboardInterrupt):  # during the last part
         tokenise(job, dies(sum(path.stat().st_size for path in parted[:2])))
     assert {path: path.stat().st_mtime_ns for path in made} == made
-    with pytest.raises(InputError, match=r"\.wedlm-part: was begun by a job with other settings"):
-        tokenised(parted, tmp_path / "rows", shard_rows=5)
-    with pytest.raises(InputError, match=r"\.wedlm-part: was begun by a job with other settings"):
-        tokenised(parted[:2], tmp_path / "rows", shard_rows=4)
+    for files, rows in ((parted, 5), (parted[:2], 4)):
+        with pytest.raises(InputError, match=r"\.wedlm-part: was begun by a job with other set"):
+            tokenised(files, tmp_path / "rows", shard_rows=rows)
     tokenise(job, silent)
     assert contents(tmp_path / "rows") == contents(tmp_path / "whole")
     assert not hidden.exists()

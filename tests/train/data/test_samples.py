@@ -6,12 +6,11 @@ import json
 import shutil
 import sys
 
-import numpy as np
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import wedlm_jax.records.jsonl
-from tests.examples.data import CHAT, EMBEDDED, ROW, write_jsonl
+from tests.examples.data import CHAT, EMBEDDED, ROW, tokenizer_with, write_jsonl
 from train.data.chunks import chunks, find_input, records
 from train.data.samples import SampleMaker, SampleOptions
 from train.data.tokenizer import load_tokenizer
@@ -31,6 +30,10 @@ def made_of(path, maker=MAKER):
     samples = [sample for result in results for sample in result.samples]
     malformed = [what for result in results for what in result.malformed]
     return samples, malformed, sum(result.counts.records for result in results)
+
+
+def listed(samples):
+    return [(sample.tokens.tolist(), sample.trainable.tolist()) for sample in samples]
 
 
 def ids(text):
@@ -59,8 +62,8 @@ def test_documents_end_with_the_end_of_text_and_token_ids_are_taken_as_they_are(
         *(whole[start : start + ROW] for start in range(0, len(whole), ROW)),
     ]
     # All is trained on but what a record says is not.
-    assert [number for number, sample in enumerate(samples) if not sample.trainable.all()] == [4]
-    assert samples[4].trainable.tolist() == [False, True, True]
+    flags = [sample.trainable.tolist() for sample in samples if not sample.trainable.all()]
+    assert flags == [[False, True, True]]
     assert [(malformed, count) for _, malformed, count in made] == [([], 4), ([], 1)]
 
 
@@ -76,12 +79,8 @@ def test_a_jobs_results_are_prompts_and_what_was_decoded(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [result, many, *bad])
     maker = SampleMaker(dataclasses.replace(MAKER.options, format="completions"))
     samples, malformed, _ = made_of(path, maker)
-    assert [one.tokens.tolist() for one in samples] == [
-        [5, 6, 7, 8, 9],
-        [5, 6, 7, 8, 9],
-        [5, 6, 7, 4],
-    ]
-    assert samples[2].trainable.tolist() == [False, False, False, True]
+    two = ([5, 6, 7, 8, 9], [False, False, False, True, True])
+    assert listed(samples) == [two, two, ([5, 6, 7, 4], [False, False, False, True])]
     assert [one.line for one in malformed] == [3, 4, 5, 6]
     _, refused, _ = made_of(write_jsonl(tmp_path / "b.jsonl", [{"token_ids": [1], "samples": 0}]))
     assert not refused
@@ -109,10 +108,7 @@ WITH_TOOLS = """\
 @pytest.fixture(scope="module")
 def with_tools(tmp_path_factory):
     """Makes samples with a template that writes tools."""
-    folder = tmp_path_factory.mktemp("tokenizer")
-    for path in EMBEDDED.glob("*token*"):
-        shutil.copy(path, folder)
-    (folder / "chat_template.jinja").write_text(WITH_TOOLS)
+    folder = tokenizer_with(WITH_TOOLS, tmp_path_factory.mktemp("tokenizer"))
     return SampleMaker(SampleOptions(str(folder), 512))
 
 
@@ -139,7 +135,7 @@ def test_sharegpt_conversations_are_the_same_and_a_system_message_beside_one_is_
     maker = SampleMaker(dataclasses.replace(MAKER.options, format=format))
     path = write_jsonl(tmp_path / "a.jsonl", [*with_system, *without, *bad])
     samples, malformed, _ = made_of(path, maker)
-    made = [(sample.tokens.tolist(), sample.trainable.tolist()) for sample in samples]
+    made = listed(samples)
     assert made == [made[0]] * len(with_system) + [made[-1]] * len(without)
     assert made[0] != made[-1]
     assert [what.reason for what in malformed] == ["missing key"] * len(bad)
@@ -253,49 +249,31 @@ RECORDS = [
     ([1, 2], "not a JSON object"),
     ("text", "not a JSON object"),
     (None, "not a JSON object"),
+    # Lines that are no JSON or no text.
+    (b"{", "not JSON"),
+    (b'{"text": "a"} {"text": "b"}', "not JSON"),
+    (b'{"text": "\xff\xfe"}', "not UTF-8"),
+    (bytes(range(1, 9)), "not JSON"),
+    (b'{"text": "' + b"x" * 10_000 + b'"}', "too long"),
+    (b"[" * 2900, "not JSON"),
+    (b'{"token_ids": [' + b"9" * 2000 + b"]}", "unknown token"),
 ]
 
 
-def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(tmp_path):
-    good = {"token_ids": [1, 2, 3]}
-    path = write_jsonl(tmp_path / "a.jsonl", [r for record, _ in RECORDS for r in (record, good)])
+def test_every_malformed_record_is_named_and_the_good_ones_between_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(wedlm_jax.records.jsonl, "LARGEST_LINE", 3000)
+    path = tmp_path / "a.jsonl"
+    lines = [x if isinstance(x, bytes) else json.dumps(x).encode() for x, _ in RECORDS]
+    # A mark at the start, and lines of nothing, are no records.
+    marked = b"\xef\xbb\xbf" + b"".join(line + b'\n{"token_ids": [1, 2, 3]}\n' for line in lines)
+    path.write_bytes(marked + b"\n   \n")
     samples, malformed, records = made_of(path)
     assert [what.line for what in malformed] == list(range(1, 2 * len(RECORDS), 2))
     for what, (_, reason) in zip(malformed, RECORDS, strict=True):
         assert f"{what.reason}: {what.detail}".startswith(reason), what
+    assert str(malformed[0]).startswith(f"{path}:1: missing key (")
     assert len(samples) == len(RECORDS)
     assert records == 2 * len(RECORDS)
-
-
-def test_lines_that_are_no_json_or_no_text_are_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(wedlm_jax.records.jsonl, "LARGEST_LINE", 3000)
-    lines = [
-        b"\xef\xbb\xbf" + b'{"text": "with a mark"}',
-        b"{",
-        b'{"text": "a"} {"text": "b"}',
-        b'{"text": "\xff\xfe"}',
-        bytes(range(1, 9)),
-        b"",
-        b"   ",
-        b'{"text": "' + b"x" * 10_000 + b'"}',
-        b"[" * 2900,
-        b'{"token_ids": [' + b"9" * 2000 + b"]}",
-        b'{"token_ids": [1]}',
-    ]
-    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    samples, malformed, records = made_of(tmp_path / "a.jsonl")
-    assert [(what.line, what.reason) for what in malformed] == [
-        (2, "not JSON"),
-        (3, "not JSON"),
-        (4, "not UTF-8"),
-        (5, "not JSON"),
-        (8, "too long"),
-        (9, "not JSON"),
-        (10, "unknown token"),
-    ]
-    assert [len(sample.tokens) for sample in samples] == [len(ids("with a mark")) + 1, 1]
-    assert records == 9  # lines of nothing are no records
-    assert str(malformed[0]).startswith(f"{tmp_path / 'a.jsonl'}:2: not JSON (")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
@@ -367,9 +345,7 @@ def test_parquet_makes_the_rows_that_jsonl_makes(tmp_path):
         made_of(tmp_path / name) for name in ("a.jsonl", "a.parquet")
     )
     assert count == other_count == len(given)
-    for one, other in zip(samples, others, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.trainable, other.trainable)
+    assert listed(samples) == listed(others)
     wrong = [[(bad.line, bad.reason) for bad in some] for some in (malformed, other_malformed)]
     assert wrong == [[(8, "empty"), (9, "missing key")]] * 2
     assert unread_of(tmp_path / "a.parquet") == [{"id": 3, "other": 3}] * 3
@@ -405,8 +381,7 @@ def test_a_dataset_of_hugging_face_is_read_as_its_records(tmp_path, monkeypatch)
     assert count == 41
     assert sum(unread["id"] for unread in unread_of(tmp_path / "texts")) == 41
     of_lines = made_of(write_jsonl(tmp_path / "chats.jsonl", chats))[0]
-    of_table = made_of(tmp_path / "chats" / "train")[0]
-    assert [s.tokens.tolist() for s in of_table] == [s.tokens.tolist() for s in of_lines]
+    assert listed(made_of(tmp_path / "chats" / "train")[0]) == listed(of_lines)
     with pytest.raises(InputError, match=r"several splits; name those to read: .*chats/train"):
         find_input([str(tmp_path / "chats")])
     shutil.copytree(tmp_path / "texts", tmp_path / "damaged")
@@ -431,34 +406,21 @@ def test_a_prompt_and_its_completion_are_two_turns_of_the_template(tmp_path):
     said = {"role": "assistant", "content": "1, 2, 3"}
     asked = [{"role": "user", "content": text} for text in ("Count to 3.", "Count\n\nto 3.")]
     chats = [{"messages": [*turns, said]} for turns in (asked[:1], asked[1:], [SYSTEM, asked[0]])]
-    expected = made_of(write_jsonl(tmp_path / "b.jsonl", chats))[0]
+    count, after_input, with_system = listed(made_of(write_jsonl(tmp_path / "b.jsonl", chats))[0])
     samples, malformed, _ = made_of(path)
     assert not malformed
-    for one, i in zip(samples, [0, 0, 0, 1, 2], strict=True):
-        assert one.tokens.tolist() == expected[i].tokens.tolist()
-        assert one.trainable.tolist() == expected[i].trainable.tolist()
+    assert listed(samples) == [count, count, count, after_input, with_system]
 
 
 @pytest.mark.parametrize(("on_prompt", "ends"), [(False, 1), (True, 3)])
 def test_a_pair_is_plain_text_without_a_template(tmp_path, on_prompt, ends):
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    shutil.copy(EMBEDDED / "tokenizer.json", folder)
-    config = json.loads((EMBEDDED / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    options = SampleOptions(
-        str(folder),
-        ROW,
-        train_on_prompt=on_prompt,
-        end_tokens=ends - 1,
-        document_end="<|endoftext|>",
-    )
-    path = write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS)
-    samples, malformed, _ = made_of(path, SampleMaker(options))
+    folder = str(tokenizer_with(None, tmp_path / "tokenizer"))
+    options = {"train_on_prompt": on_prompt, "end_tokens": ends - 1}
+    maker = SampleMaker(SampleOptions(folder, ROW, document_end="<|endoftext|>", **options))
+    samples, malformed, _ = made_of(write_jsonl(tmp_path / "a.jsonl", PAIR_RECORDS), maker)
     after = [*ids("1, 2, 3"), *[END] * ends]
-    for sample, prompt in zip(samples, ["Count to 3."] * 3 + ["Count\n\nto 3."], strict=True):
-        before = ids(prompt)
-        assert sample.tokens.tolist() == before + after
-        assert sample.trainable.tolist() == [on_prompt] * len(before) + [True] * len(after)
+    assert listed(samples) == [
+        (before + after, [on_prompt] * len(before) + [True] * len(after))
+        for before in map(ids, ["Count to 3."] * 3 + ["Count\n\nto 3."])
+    ]
     assert [(what.line, what.reason) for what in malformed] == [(5, "unused key")]

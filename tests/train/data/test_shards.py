@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -43,8 +44,7 @@ def test_a_row_comes_back_as_it_was_packed(sizes, seed):
     expected = row_arrays(samples, **SIZES)
     assert decoded.keys() == expected.keys()
     for name, array in expected.items():
-        assert decoded[name].dtype == array.dtype
-        np.testing.assert_array_equal(decoded[name], array)
+        np.testing.assert_array_equal(decoded[name], array, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,17 @@ def test_the_place_of_a_row_is_its_shard_and_its_number_there(folder):
 
 
 def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path):
-    with pytest.raises(
-        InputError, match=r"no dataset\.json in this folder; `wedlm tokenize` makes one"
-    ):
-        read_manifest(tmp_path)
-    with pytest.raises(InputError, match=r"a.jsonl: is a file; run `wedlm tokenize --input "):
-        read_manifest(tmp_path / "a.jsonl")
-    shards = read_manifest(folder).shards
-    (folder / shards[0].file).write_bytes(b"cut")
-    with pytest.raises(InputError, match=r"rows-00000-of-.*: has 3 bytes, but .* says"):
-        read_manifest(folder)
-    (folder / shards[0].file).unlink()
-    with pytest.raises(InputError, match=r"rows-00000-of-.*: is missing, but"):
-        read_manifest(folder)
+    def refused(place, reason):
+        with pytest.raises(InputError, match=reason):
+            read_manifest(place)
+
+    refused(tmp_path, r"no dataset\.json in this folder; `wedlm tokenize` makes one")
+    refused(tmp_path / "a.jsonl", r"a.jsonl: is a file; run `wedlm tokenize --input ")
+    shard = folder / read_manifest(folder).shards[0].file
+    shard.write_bytes(b"cut")
+    refused(folder, r"rows-00000-of-.*: has 3 bytes, but .* says")
+    shard.unlink()
+    refused(folder, r"rows-00000-of-.*: is missing, but")
     fields = json.loads((folder / "dataset.json").read_text())
     for broken, reason in (
         ("{", "not a manifest"),
@@ -122,44 +120,34 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path):
         (json.dumps({**fields, "colour": 1}), "not a manifest"),
     ):
         (folder / "dataset.json").write_text(broken)
-        with pytest.raises(InputError, match=reason):
-            read_manifest(folder)
+        refused(folder, reason)
 
 
 def test_rows_of_other_sizes_or_of_another_tokenizer_are_refused(folder, tokenizer):
-    sources = {str(folder): 1.0}
-    with pytest.raises(
-        InputError, match="row-length 128, but row_length is 256 in the recipe; set"
+    other = train_tokenizer((sample.answer for sample in generate(0, 50, split="train")), 300)
+    for changes, opened_with, reason in (
+        ({"row_length": 256}, tokenizer, "row-length 128, but row_length is 256 in the recipe; se"),
+        ({"block_size": 16}, tokenizer, "block-size 32, but block_size is 16 in the recipe"),
+        ({}, other, "rows: made with another tokenizer"),
     ):
-        open_sources(recipe(sources, row_length=256), tokenizer, 0)
-    with pytest.raises(InputError, match="block-size 32, but block_size is 16 in the recipe"):
-        open_sources(recipe(sources, block_size=16), tokenizer, 0)
-    texts = (sample.answer for sample in generate(0, 50, split="train"))
-    with pytest.raises(InputError, match="rows: made with another tokenizer"):
-        open_sources(recipe(sources), train_tokenizer(texts, 300), 0)
+        with pytest.raises(InputError, match=reason):
+            open_sources(recipe({str(folder): 1.0}, **changes), opened_with, 0)
 
 
-def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(tokenizer, tmp_path):
+def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(tokenizer):
     content = json.loads((EMBEDDED / "tokenizer.json").read_text())
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=7, sort_keys=True))
-    same = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    same = Tokenizer.from_str(json.dumps(content, indent=7, sort_keys=True))
     assert tokenizer_fingerprint(same) == tokenizer_fingerprint(tokenizer)
     content["model"]["merges"] = content["model"]["merges"][:-200]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    other = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    other = Tokenizer.from_str(json.dumps(content))
     assert tokenizer_fingerprint(other) != tokenizer_fingerprint(tokenizer)
 
 
 def test_a_run_reads_its_sources_by_weight(folder, tokenizer, tmp_path, capsys):
-    import jax
-
     counted = write_jsonl(tmp_path / "ones.jsonl", [{"token_ids": [7] * 100}] * 30)
     tokenised([counted], tmp_path / "ones")
     sources = {str(folder): 1.0, str(tmp_path / "ones"): 3.0}
-    whole = dataclasses.replace(
-        recipe(sources),
-        phases=[PhaseSection(from_step=2, learning_rate=1e-3)],
-    )
+    whole = recipe(sources, phases=[PhaseSection(from_step=2, learning_rate=1e-3)])
     data = open_sources(whole, tokenizer, pad_token_id=0)
     told = [line for line in capsys.readouterr().out.splitlines() if " of the rows; " in line]
     assert len(told) == 2, "each once, whatever phases read"
@@ -171,15 +159,13 @@ def test_a_run_reads_its_sources_by_weight(folder, tokenizer, tmp_path, capsys):
         read = list(batches)
         named = batches.read_from(2)[0]
     assert read[0].tokens.shape == (1, 4, ROW)
-    tokens = {tuple(row) for row in np.asarray(read[2].tokens[0])}
-    assert all(Path(file).is_file() for file in named)
     found = [
         row_arrays(samples, row_length=ROW, block_size=BLOCK, pad_token_id=0)["tokens"]
         for file, numbers in named.items()
         for samples in read_rows(Path(file), numbers)
     ]
     assert len(found) == 4
-    assert {tuple(row) for row in found} == tokens
+    assert set(map(tuple, found)) == set(map(tuple, np.asarray(read[2].tokens[0])))
     sevens = np.concatenate([np.asarray(rows.tokens[0, :, 0]) == 7 for rows in read])
     assert sevens.sum() == 15
     assert int(read[0].positions.max()) <= ROW

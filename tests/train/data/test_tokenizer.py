@@ -37,11 +37,9 @@ def test_any_text_round_trips(tokenizer, text):
     assert all(0 <= i < VOCAB_SIZE for i in ids)
 
 
-@pytest.mark.parametrize("token", SPECIAL_TOKENS)
-def test_a_special_token_is_one_token_anywhere(tokenizer, token):
-    number = SPECIAL_TOKENS.index(token)
+@pytest.mark.parametrize(("number", "token"), enumerate(SPECIAL_TOKENS))
+def test_a_special_token_is_one_token_anywhere(tokenizer, number, token):
     assert tokenizer.token_to_id(token) == number
-    assert tokenizer.encode(token).ids == [number]
     around = [tokenizer.encode(text).ids for text in ("the 4", " box")]
     assert tokenizer.encode(f"the 4{token} box").ids == [*around[0], number, *around[1]]
     assert tokenizer.decode([number]) == ""
@@ -74,15 +72,13 @@ def test_training_twice_gives_the_same_tokenizer(tokenizer):
 def test_saved_folder_is_read_by_transformers(tokenizer, tmp_path):
     save_tokenizer(tokenizer, tmp_path / "new" / "folder")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "new" / "folder")
-    assert loaded.eos_token == "<|im_end|>"
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert loaded.mask_token_id == SPECIAL_TOKENS.index("<|mask|>")
     text = "Count from 3 to 9."
     assert loaded(text)["input_ids"] == tokenizer.encode(text).ids
     message = [{"role": "user", "content": text}]
     chat = loaded.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert chat == f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    settings = json.loads((tmp_path / "new/folder/tokenizer_config.json").read_text())
-    assert settings["pad_token"] == "<|endoftext|>"
 
 
 TURNS = [{"role": "user", "content": "ping ping"}, {"role": "assistant", "content": "pong pong"}]
@@ -106,8 +102,6 @@ def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("ping pong quince").tokens == ["ping", "Ġpong", "Ġquince"]
     codec = TextCodec.load(folder)
-    assert codec.tokenizer.mask_token == "<|mask|>"
-    assert codec.tokenizer.eos_token == "<|im_end|>"
     assert codec.decode(codec.encode_chat(TURNS[:1])) == "user\nping ping\nassistant\n"
     with pytest.raises(InputError, match="already exists"):
         main(options)

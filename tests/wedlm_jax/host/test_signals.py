@@ -35,14 +35,6 @@ exit_process(run_command("it", command))
 """As the engine's, which compiles for a main thread that waits for tokens."""
 
 
-def compiling(number, went_on):
-    def work():
-        os.kill(os.getpid(), number)
-        went_on.wait(10)
-
-    return work
-
-
 def test_a_compilers_result_and_its_error_come_back():
     assert compiled(lambda: threading.current_thread().name) == "compile"
     with pytest.raises(ZeroDivisionError):
@@ -62,10 +54,15 @@ def test_other_threads_compile_themselves():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_noted_signal_does_not_wait_for_a_compiler(number):
     went_on = threading.Event()
+
+    def compiling():
+        os.kill(os.getpid(), number)
+        went_on.wait(10)
+
     with StopRequest(number) as stop:
         started = time.monotonic()
         with pytest.raises(CompilingInterrupted) as interrupt:
-            compiled(compiling(number, went_on))
+            compiled(compiling)
         assert time.monotonic() - started < 5
         went_on.set()
         assert interrupt.value.status == 128 + number
@@ -74,8 +71,7 @@ def test_a_noted_signal_does_not_wait_for_a_compiler(number):
 
 
 def test_a_signal_is_told_before_the_main_thread_handles_it():
-    told, handled = threading.Event(), list[int]()
-    numbers = []
+    told, handled, numbers = threading.Event(), [], []
 
     def tell(number):
         numbers.append(number)
@@ -102,17 +98,6 @@ def test_a_signal_noted_while_a_program_was_traced_does_not_wait_for_its_compile
     assert interrupt.value.status == 128 + signal.SIGTERM
     assert not compiled_all_the_same
     assert compiled(lambda: 1) == 1, "and it is forgotten with the block"
-
-
-def test_ctrl_c_does_not_wait_for_a_compiler():
-    went_on = threading.Event()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(CompilingInterrupted):
-            compiled(compiling(signal.SIGINT, went_on))
-    finally:
-        signal.signal(signal.SIGINT, before)
-        went_on.set()
 
 
 @pytest.mark.parametrize(

@@ -212,18 +212,13 @@ def test_a_file_in_a_folder_that_takes_one_is_fine(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"], "nothing is left"
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"), [("", "is a folder; expected a file"), ("no/a", "no such folder to")]
-)
-def test_what_is_no_place_for_a_file_is_refused(tmp_path, name, sentence):
-    with pytest.raises(InputError, match=f"^--output {tmp_path / name}: {sentence}"):
-        check_writable(tmp_path / name, "--output")
-
-
-def test_a_folder_that_takes_no_file_is_refused_at_once(tmp_path, monkeypatch):
-    """A mount that is read only, or another user's folder: the tests' user may write anywhere."""
+def test_what_is_no_place_for_a_file_is_refused_at_once(tmp_path, monkeypatch):
+    for name, sentence in (("", "is a folder; expected a file"), ("no/a", "no such folder to")):
+        with pytest.raises(InputError, match=f"^--output {tmp_path / name}: {sentence}"):
+            check_writable(tmp_path / name, "--output")
 
     def refused(**_):
+        """A mount that is read only, or another user's: the tests' user may write anywhere."""
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)

@@ -8,7 +8,7 @@ import pytest
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
-from wedlm_jax.records.questions import MATCHES, Question, Tally, last_number, read_questions, tally
+from wedlm_jax.records.questions import Question, Tally, last_number, read_questions, tally
 from wedlm_jax.text import TextCodec
 
 ANSWER = "2 + 3 = 5\nAnswer: 5"
@@ -40,11 +40,6 @@ def _write(path, *rows):
 )
 def test_completions_are_judged_as_the_question_says(match, answer, text, right):
     assert Question("?", answer, match).is_right(text) is right
-
-
-@pytest.mark.parametrize("match", MATCHES)
-def test_a_reference_is_right_by_itself(match):
-    assert Question("?", ANSWER, match).is_right(ANSWER) is True
 
 
 @pytest.mark.parametrize(
@@ -126,6 +121,7 @@ BAD = [
     (QUESTION | {"regime": 3}, "regime: expected a text, not 3"),
     (QUESTION | {"answer": None}, "answer: expected a text or a number, not null"),
     (QUESTION | {"answer": ["a"]}, "answer: expected a text or a number"),
+    (QUESTION | {"answer": True}, "answer: expected a text or a number, not true"),
     (QUESTION | {"answer": " \n"}, "answer: expected more than white space"),
     (QUESTION | {"answer": "five", "match": "last_number"}, "answer: expected a number in it"),
     ({"messages": [], "answer": "x"}, "messages: expected a list"),
@@ -144,12 +140,6 @@ def test_what_is_no_question_is_refused_by_line_and_field(tmp_path, content, say
     with pytest.raises(InputError, match=says) as refused:
         read_questions(path)
     assert str(path) in str(refused.value)
-
-
-def test_the_line_of_a_bad_question_is_its_own(tmp_path):
-    path = _write(tmp_path / "q.jsonl", QUESTION, QUESTION, QUESTION | {"answer": True})
-    with pytest.raises(InputError, match=r"line 3: answer"):
-        read_questions(path)
 
 
 def test_a_missing_file_is_named(tmp_path):
