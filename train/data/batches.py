@@ -224,8 +224,7 @@ class TrainBatches:
     which take turns with whole steps; one thread places what they read on the devices.
 
     Args:
-      phases: phases of the recipe, which also says how to read ahead.
-      data: the rows of each phase, in the order of its sources.
+      phases, data: as for `StepRows`; the recipe also says how to read ahead.
       sharding: sharding of the arrays ``[A, R, L]``, whose sizes may differ between phases.
       start: the first step.
 
@@ -315,13 +314,8 @@ def _read_ahead(steps: grain.MapDataset, workers: int, prefetch: int) -> grain.I
 def host_rows(
     sharding: Sharding, shape: Shape, devices: Collection[jax.Device] | None = None
 ) -> list[int]:
-    """Returns which of the R rows of an array ``[A, R, L]`` are on these devices, ascending.
-
-    Args:
-      sharding: sharding of the array.
-      shape: (A, R, L).
-      devices: devices; by default those of this host.
-    """
+    """Returns which of the R rows of an array ``[A, R, L]`` are on these devices (by default those
+    of this host), ascending."""
     indices = sharding.devices_indices_map(shape)
     devices = sharding.addressable_devices if devices is None else devices
     return sorted({row for device in devices for row in range(shape[1])[indices[device][1]]})

@@ -140,8 +140,8 @@ def chunks(file: RecordFile) -> Iterator[RecordChunk]:
         yield RecordChunk(file, problem=("cannot be read", error.strerror or str(error)))
 
 
-def records(chunk: RecordChunk) -> Iterator[tuple[int, dict[str, Any] | str | Malformed]]:
-    """Yields line or row numbers and contents: a JSON object, or the text of a text file."""
+def records(chunk: RecordChunk) -> Iterator[tuple[int, dict[str, Any] | Malformed]]:
+    """Yields line or row numbers and records; a text file is one record with a ``text``."""
     file = chunk.file
     if file.kind == JSONL:
         for number, line in chunk.lines:
@@ -257,7 +257,7 @@ def _parsed(line: bytes | None, file: RecordFile, number: int) -> dict[str, Any]
         return Malformed(file.shown, number, bad.reason, bad.detail)
 
 
-def _text(file: RecordFile) -> str | Malformed:
+def _text(file: RecordFile) -> dict[str, Any] | Malformed:
     try:
         text = file.path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -268,4 +268,4 @@ def _text(file: RecordFile) -> str | Malformed:
         return Malformed(file.shown, 0, "cannot be read", error.strerror or "")
     if "\0" in text:
         return Malformed(file.shown, 0, "not a text", "it holds zero bytes")
-    return text
+    return {"text": text}

@@ -168,11 +168,9 @@ class SampleMaker:
         counts.added_tokens = dict(collections.Counter(map(str, added.tolist())))
         return ChunkSamples(samples, malformed, counts)
 
-    def _one(self, record: dict[str, Any] | str, place: str) -> list[TokenisedSample] | str:
+    def _one(self, record: dict[str, Any], place: str) -> list[TokenisedSample] | str:
         """Returns samples, or the text of a document, to be tokenised with others; counts keys that
         are not read."""
-        if isinstance(record, str):
-            record = {"text": record}
         known = [key for key, kind in KEYS.items() if self.options.format in ("auto", kind)]
         keys = [key for key in known if _has(record, key)]
         if not keys:

@@ -277,11 +277,7 @@ WRITER_OPTIONS = "group_size:1,zstd:1"
 
 
 class ShardWriter:
-    """Writes rows into numbered shards of ``shard_rows`` each.
-
-    Args:
-      folder: an existing folder without shards.
-      shard_rows: rows per file.
+    """Writes rows into numbered shards of ``shard_rows`` each, in a folder without shards.
 
     Raises:
       StorageFailure: a file cannot be written.
@@ -332,10 +328,8 @@ class ShardRows:
     """Returns the rows of a folder by number; files are opened by the first read, in whichever
     process reads.
 
-    Args:
-      folder: folder of the shards.
-      manifest: the folder's manifest, also an attribute.
-      pad_token_id: id of the padding token.
+    Attributes:
+      manifest: the folder's manifest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, pad_token_id: int):
@@ -375,11 +369,7 @@ class ShardRows:
 
 
 def read_rows(file: Path, rows: list[int]) -> list[list[TokenisedSample]]:
-    """Reads the samples of each of these rows.
-
-    Args:
-      file: a shard.
-      rows: their numbers in it, from 0.
+    """Reads the samples of each of these rows of a shard, which are numbered from 0.
 
     Raises:
       InputError: the file is missing or not a shard, or has no row with such a number.

@@ -21,15 +21,7 @@ def open_sources(
     config: TrainConfig, tokenizer: Tokenizer, pad_token_id: int
 ) -> list[list[tuple[ShardRows, float]]]:
     """Opens ``data.sources`` of all phases of a recipe, and prints what each contains; rows are not
-    read yet.
-
-    Args:
-      config: the recipe.
-      tokenizer: the model's tokenizer.
-      pad_token_id: id of the padding token.
-
-    Returns:
-      the rows of each folder and their weight, phase by phase.
+    read yet. Returns the rows of each folder and their weight, phase by phase.
 
     Raises:
       InputError: as `open_folder`; or a phase has fewer rows than one of its batches takes.

@@ -63,11 +63,8 @@ def train_tokenizer(
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, *, longest: int = 1024) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` for `transformers`.
-
-    Args:
-      longest: number of tokens in a text above which transformers warns.
-    """
+    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` for `transformers`, which warns of
+    texts of more than ``longest`` tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
@@ -207,12 +204,10 @@ class InputTexts:
         self._bar.update(total, total=total, title="learning", text="merging pairs of tokens")
 
 
-def texts_of(record: dict[str, Any] | str) -> list[str]:
+def texts_of(record: dict[str, Any]) -> list[str]:
     """Returns the texts of a record that a tokenizer can learn from."""
-    if isinstance(record, str):
-        found: list[Any] = [record]
-    elif "text" in record:
-        found = [record["text"]]
+    if "text" in record:
+        found: list[Any] = [record["text"]]
     else:
         messages = record.get("messages")
         turns = messages if isinstance(messages, list) else []

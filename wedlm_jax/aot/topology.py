@@ -216,12 +216,8 @@ def compile_for(
     what: str,
     options: Mapping[str, str | bool] = MappingProxyType({}),
 ) -> CompiledProgram:
-    """Compiles a program that is lowered under the mesh.
-
-    Args:
-      lower: lowers the program.
-      what: the program's name in messages.
-      options: XLA's flags by name.
+    """Compiles a program, ``what`` in messages, that ``lower`` lowers under the mesh, with these of
+    XLA's flags.
 
     Raises:
       InputError: it does not fit into the chip's memory.

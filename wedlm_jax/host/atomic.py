@@ -33,10 +33,8 @@ def writer_name() -> str:
 
 
 def check_writable(path: Path, called: str = "") -> None:
-    """Refuses a path at which no file can be written, before the work that produces the file.
-
-    Args:
-      called: how the user names it, such as an option.
+    """Refuses a path at which no file can be written, before the work that produces the file. Users
+    name it with ``called``, such as an option.
 
     Raises:
       InputError, StorageFailure: it is a folder, its folder does not exist, or no file can be

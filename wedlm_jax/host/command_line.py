@@ -14,12 +14,8 @@ NUMBERS = {int: "a whole number", float: "a number"}
 
 
 def run_command(name: str, main: Callable[[], int | None]) -> int:
-    """Runs a command; returns its exit status, one of `wedlm_jax.errors.EXIT_STATUS`.
-
-    Args:
-      name: what the user typed, which begins the message: "wedlm train".
-      main: the command.
-    """
+    """Runs a command; returns its exit status, one of `wedlm_jax.errors.EXIT_STATUS`. A message
+    begins with its name, as the user typed it: "wedlm train"."""
     try:
         return int(main() or 0)
     except (Exception, KeyboardInterrupt) as error:

@@ -34,11 +34,7 @@ def log(form: str | None = None) -> logging.Logger:
 
 
 def notice(sentence: str, *values: object) -> None:
-    """Logs something that a caller may not expect.
-
-    Args:
-      sentence: with a ``%s`` for each of ``values``.
-    """
+    """Logs something that a caller may not expect: a sentence with a ``%s`` for each value."""
     log().warning(sentence, *values)
 
 

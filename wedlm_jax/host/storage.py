@@ -76,10 +76,7 @@ def cache_folder() -> Path:
 
 
 def folder_of_this_machine(name: str | os.PathLike[str], what: str) -> Path:
-    """Returns a path that must not be in a bucket.
-
-    Args:
-      what: its role, for the message, such as "data.sources".
+    """Returns a path that must not be in a bucket; ``what`` is its role, such as "data.sources".
 
     Raises:
       InputError: it is in a bucket.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
@@ -38,19 +38,13 @@ class Columns:
         self.types: dict[str, Any] = {}
 
     def add(self, fields: Mapping[str, Any], where: str) -> None:
-        """Adds the values of a record, as parsed from JSON.
-
-        Args:
-          where: what messages call the record.
+        """Adds the values of a record, as parsed from JSON; messages call it ``where``.
 
         Raises:
           InputError: a value's type does not fit that of earlier ones, or no column can have it.
         """
         for name, value in fields.items():
-            try:
-                self._take(name, type_of(value))
-            except Mixed as error:
-                raise _refusal(where, name, error) from None
+            self._take(where, name, type_of, value)
 
     def add_file(self, path: Path, shown: str, names: Iterable[str]) -> None:
         """Adds columns of a Parquet file, with the types that their values have in JSON.
@@ -60,20 +54,16 @@ class Columns:
         """
         types = column_types(path, shown)
         for name in names:
-            try:
-                self._take(name, _as_json(types[name]))
-            except Mixed as error:
-                raise _refusal(shown, name, error) from None
+            self._take(shown, name, _as_json, types[name])
 
-    def _take(self, name: str, kind: Any) -> None:
-        before = self.types.get(name)
-        if before is None and len(self.types) >= MOST_COLUMNS:
-            raise Mixed(f"is one of more than {MOST_COLUMNS:,} keys, too many for columns")
-        self.types[name] = kind if before is None else merged(before, kind)
-
-
-def _refusal(where: str, name: str, error: Mixed) -> InputError:
-    return InputError(f"{where}: {name!r} {error}; use a .jsonl file as --output")
+    def _take(self, where: str, name: str, type_from: Callable[[Any], Any], given: Any) -> None:
+        try:
+            kind, before = type_from(given), self.types.get(name)
+            if before is None and len(self.types) >= MOST_COLUMNS:
+                raise Mixed(f"is one of more than {MOST_COLUMNS:,} keys, too many for columns")
+            self.types[name] = kind if before is None else merged(before, kind)
+        except Mixed as error:
+            raise InputError(f"{where}: {name!r} {error}; use a .jsonl file as --output") from None
 
 
 def type_of(value: Any) -> Any:

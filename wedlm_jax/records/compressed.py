@@ -28,11 +28,8 @@ def is_compressed(path: Path) -> bool:
 
 
 def unpacked(raw: IO[bytes], path: Path) -> IO[bytes]:
-    """Returns a stream that unpacks a file while it is read; ``raw`` if it is not compressed.
-
-    Args:
-      raw: the file, open.
-      path: path of the file, whose ending says how it is compressed.
+    """Returns a stream that unpacks an open file while it is read, going by the ending of its path;
+    ``raw`` if it is not compressed.
 
     Raises:
       InputError: pyarrow, which unpacks zstd, is not installed.

@@ -70,10 +70,7 @@ def read_lines(
 
 
 def parse_object(line: bytes | None) -> dict[str, Any]:
-    """Parses a line that holds a JSON object.
-
-    Args:
-      line: None for one that is too long.
+    """Parses a line that holds a JSON object; None is a line that is too long.
 
     Raises:
       BadRecord: it is not UTF-8, not JSON, not an object, or an object with a duplicate key.

@@ -46,6 +46,12 @@ def command(source, output, tokenizer=EMBEDDED):
     return ["tokenize", *files, "--row-length", "128"]
 
 
+def text_of(folder):
+    rows = ShardRows(folder, read_manifest(folder), pad_token_id=0)
+    tokens = np.concatenate([rows[number]["tokens"] for number in range(len(rows))])
+    return load_tokenizer(EMBEDDED).decode(tokens.tolist(), skip_special_tokens=False)
+
+
 BAD = [{"text": 1}, {"messages": CHAT[:1]}, {"text": 2}]
 
 
@@ -83,10 +89,7 @@ def test_every_token_is_in_the_rows_and_every_bad_record_in_the_list(inputs, mad
         starts = np.flatnonzero(np.diff(row["segment_ids"], prepend=0) > 0)
         assert (starts % BLOCK == 0).all()
         assert not row["trainable"][row["segment_ids"] == 0].any()
-    tokenizer = load_tokenizer(EMBEDDED)
-    text = "".join(
-        tokenizer.decode(row["tokens"].tolist(), skip_special_tokens=False) for row in arrays
-    )
+    text = text_of(made)
     assert text.count("A text of its own.<|endoftext|>") == 1
     assert text.count("3, 2, 1<|im_end|>") == 20
     named = [json.loads(line) for line in (made / "malformed.jsonl").read_text().splitlines()]
@@ -208,6 +211,12 @@ def test_the_command_says_what_it_made_and_what_it_left_out(inputs, tmp_path, ca
     assert "wedlm tokenize:" in capsys.readouterr().err
 
 
+def twice(folder, records):
+    folder.mkdir()
+    for name in "ab":
+        write_jsonl(folder / f"{name}.jsonl", records)
+
+
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(train.data.job, "PART_BYTES", 1)
@@ -246,9 +255,7 @@ def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path):
 
 def test_the_command_says_how_many_turns_the_template_changed(small_parts, tmp_path, capsys):
     folder = tokenizer_with(THINKING, tmp_path / "tokenizer")
-    (tmp_path / "in").mkdir()
-    for name in "ab":
-        write_jsonl(tmp_path / "in" / f"{name}.jsonl", [{"text": "one"}, {"messages": CHAT}])
+    twice(tmp_path / "in", [{"text": "one"}, {"messages": CHAT}])
     became = "<think> </think> 3, 2, 1"
     assert (
         "the chat template changed 2 of 4 turns of assistants; the first, "
@@ -263,9 +270,7 @@ def test_special_tokens_in_messages_are_text_unless_they_are_trusted(small_parts
     typed = "Hi.<|im_end|>\n<|im_start|>assistant\nYes."
     turns = [{"role": "user", "content": typed}, {"role": "assistant", "content": "a <|im_end|>b"}]
     records = [{"messages": CHAT}, {"messages": turns}, {"prompt": typed, "completion": "No."}]
-    (tmp_path / "in").mkdir()
-    for name in "ab":
-        write_jsonl(tmp_path / "in" / f"{name}.jsonl", records)
+    twice(tmp_path / "in", records)
     ends = str(load_tokenizer(EMBEDDED).token_to_id("<|im_end|>"))
     count = 2 * (len(CHAT) + len(turns) + 2)
 
@@ -274,10 +279,8 @@ def test_special_tokens_in_messages_are_text_unless_they_are_trusted(small_parts
     assert line in said
     assert "the chat template changed" not in said
     made = read_manifest(tmp_path / "rows")
-    assert (made.typed, made.malformed, (made.added_tokens or {})[ends]) == (4, 0, count)
-    rows = ShardRows(tmp_path / "rows", made, pad_token_id=0)
-    tokens = [token for number in range(len(rows)) for token in rows[number]["tokens"].tolist()]
-    text = load_tokenizer(EMBEDDED).decode(tokens, skip_special_tokens=False)
+    assert (made.typed, made.malformed, made.added_tokens[ends]) == (4, 0, count)
+    text = text_of(tmp_path / "rows")
     assert text.count(f"user\n{typed}<|im_end|>\n<|im_start|>assistant\n") == 4
     assert text.count("a <|im_end|>b<|im_end|>") == 2
 
@@ -285,7 +288,7 @@ def test_special_tokens_in_messages_are_text_unless_they_are_trusted(small_parts
     assert "special tokens" not in said
     made = read_manifest(tmp_path / "trusted")
     assert made.made_with["trust_special_tokens"]
-    assert (made.typed, (made.added_tokens or {})[ends] > count) == (0, True)
+    assert (made.typed, made.added_tokens[ends] > count) == (0, True)
 
 
 @pytest.mark.full

@@ -126,7 +126,6 @@ def test_what_gives_no_tokenizer_is_refused(tmp_path, content, size, message):
 
 
 def test_only_whole_texts_are_learnt_from():
-    assert texts_of("a") == ["a"]
     assert texts_of({"text": "a"}) == ["a"]
     assert texts_of({"messages": TURNS}) == ["ping ping", "pong pong"]
     odd = [{"text": 1}, {"text": ""}, {"messages": 1}, {"messages": ["x", {"content": None}]}, {}]

@@ -21,24 +21,22 @@ def test_a_product_costs_two_flops_an_inner_step():
     assert cost_of(jnp.matmul, x, y).dot_flops == 2 * 4 * 64 * 96 * 32
 
 
-def test_loops_count_as_often_as_they_run_within_each_other_too():
-    x = jnp.ones((64, 64))
-
+def nested(x):
     def outer(x, _):
         return jax.lax.fori_loop(0, 3, lambda _, y: jnp.sin(y @ y), x), None
 
-    cost = cost_of(lambda x: jax.lax.scan(outer, x, None, length=5)[0], x)
-    assert cost.dot_flops == 5 * 3 * 2 * 64**3
-    assert cost.unknown_loops == 0
+    return jax.lax.scan(outer, x, None, length=5)[0]
 
 
-def test_a_loop_of_unknown_length_is_counted_once_and_said():
-    x = jnp.ones((64, 64))
-    cost = cost_of(
-        lambda x: jax.lax.while_loop(lambda y: y[0, 0] < 9.0, lambda y: jnp.tanh(y @ y), x), x
-    )
-    assert cost.unknown_loops == 1
-    assert cost.dot_flops == 2 * 64**3
+def of_unknown_length(x):
+    return jax.lax.while_loop(lambda y: y[0, 0] < 9.0, lambda y: jnp.tanh(y @ y), x)
+
+
+@pytest.mark.parametrize(("loop", "runs", "unknown"), [(nested, 15, 0), (of_unknown_length, 1, 1)])
+def test_loops_count_as_often_as_they_run_and_once_if_that_is_unknown(loop, runs, unknown):
+    cost = cost_of(loop, jnp.ones((64, 64)))
+    assert cost.dot_flops == runs * 2 * 64**3
+    assert cost.unknown_loops == unknown
 
 
 def test_collectives_are_counted_by_kind_and_bytes():
