@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from array_record.python.array_record_module import ArrayRecordReader
+
 from train.data.chat import BESIDE, PAIRS
-from train.data.shards import open_array_record
 from wedlm_jax.errors import InputError, file_error, is_passing, require_extra, shortened
 from wedlm_jax.records.compressed import DAMAGE, unpacked
 from wedlm_jax.records.files import JSONL, PARQUET, FoundFiles, RecordFile, file_size, find_files
@@ -221,6 +222,18 @@ def _shape(file: RecordFile) -> tuple[list[int], list[str]]:
         columns = []
     starts = range(0, count, CHUNK_RECORDS)
     return [min(CHUNK_RECORDS, count - start) for start in starts], columns
+
+
+UNREADABLE = (OSError, RuntimeError, ValueError)
+"""What ArrayRecord raises for a file that it cannot read or write."""
+
+
+def open_array_record(path: Path) -> tuple[ArrayRecordReader, int]:
+    """Returns a reader of a file, and the number of its records; raises one of `UNREADABLE`."""
+    reader = ArrayRecordReader(str(path))
+    if not reader.ok():  # such as a small file that was cut off, which seems to be empty
+        raise ValueError("its end is missing")
+    return reader, int(reader.num_records())
 
 
 def _detail(error: Exception) -> str:

@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
-from array_record.python.array_record_module import ArrayRecordReader, ArrayRecordWriter
+from array_record.python.array_record_module import ArrayRecordWriter
 from tokenizers import Tokenizer
 
+from train.data.chunks import UNREADABLE, open_array_record
 from wedlm_jax.errors import InputError, StorageFailure, shortened
 from wedlm_jax.host.storage import why_absent
 from wedlm_jax.packing import TokenisedSample, row_arrays
@@ -258,18 +259,6 @@ def decode_samples(record: bytes) -> list[TokenisedSample]:
     ends = np.cumsum(sizes)[:-1]
     parts = zip(np.split(tokens, ends), np.split(trainable.astype(bool), ends), strict=True)
     return [TokenisedSample(ids, flags) for ids, flags in parts]
-
-
-UNREADABLE = (OSError, RuntimeError, ValueError)
-"""What ArrayRecord raises for a file that it cannot read or write."""
-
-
-def open_array_record(path: Path) -> tuple[ArrayRecordReader, int]:
-    """Returns a reader of a file, and the number of its records; raises one of `UNREADABLE`."""
-    reader = ArrayRecordReader(str(path))
-    if not reader.ok():  # such as a small file that was cut off, which seems to be empty
-        raise ValueError("its end is missing")
-    return reader, int(reader.num_records())
 
 
 WRITER_OPTIONS = "group_size:1,zstd:1"

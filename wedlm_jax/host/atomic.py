@@ -45,11 +45,8 @@ def check_writable(path: Path, called: str = "") -> None:
         raise InputError(f"{shown}: is a folder; expected a file to write")
     if not folder.is_dir():
         raise InputError(f"{shown}: no such folder to write it in")
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise file_error(shown, "cannot be written", error) from None
+    with naming(shown), tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 @contextlib.contextmanager
@@ -97,20 +94,17 @@ def create_json(path: Path, value: Any) -> bool:
             write_json(temporary, value)
             try:
                 os.link(temporary, path)
-            except FileExistsError:
-                return False
             except OSError as error:
                 if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
                     raise
                 # A file system without links, such as a mounted bucket: the file does not appear
                 # whole, but still only one process creates it.
-                try:
-                    with path.open("xb") as file:
-                        file.write(temporary.read_bytes())
-                        sync(file)
-                except FileExistsError:
-                    return False
+                with path.open("xb") as file:
+                    file.write(temporary.read_bytes())
+                    sync(file)
             sync_path(path.parent)
+        except FileExistsError:
+            return False
         finally:
             temporary.unlink(missing_ok=True)
     return True
@@ -161,8 +155,8 @@ def lock_folder(folder: Path, kind: int = fcntl.LOCK_EX | fcntl.LOCK_NB) -> int 
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turns the file system's refusal to write ``path`` into an error that names it.
+def naming(path: object, refused: str = "cannot be written") -> Iterator[None]:
+    """Turns the file system's refusal of what ``path`` is opened for into an error that names it.
 
     Raises:
       StorageFailure: the refusal may be temporary, as with a full disk.
@@ -171,7 +165,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise file_error(path, "cannot be written", error) from None
+        raise file_error(path, refused, error) from None
 
 
 @contextlib.contextmanager
@@ -196,14 +190,12 @@ def replacing(folder: str | Path) -> Iterator[Path]:
     old = folder.with_name(f".{folder.name}.wedlm-old")
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; expected a folder to write")
-    try:
+    with naming(folder, "cannot be written here"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _recover(folder, old)
         if beside.exists():
             shutil.rmtree(beside)
         beside.mkdir()
-    except OSError as error:
-        raise file_error(folder, "cannot be written here", error) from None
     try:
         yield beside
         with naming(folder):

@@ -131,13 +131,9 @@ def connect(coordinator: str | None = None, host: Host | None = None) -> None:
 
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    where: dict[str, Any] = {}
-    if coordinator is not None:
-        where["coordinator_address"] = coordinator
-    if host is not None:
-        where |= {"num_processes": host.count, "process_id": host.index}
+    count, index = (None, None) if host is None else (host.count, host.index)
     try:
-        jax.distributed.initialize(**where)
+        jax.distributed.initialize(coordinator, count, index)
     except ValueError as error:
         raise InputError(f"the processes cannot find one another: {error}") from None
     except RuntimeError as error:  # perhaps one of them was late

@@ -204,7 +204,7 @@ def saying(
     text: Callable[[float], str],
     console: Console | None = None,
     before: Callable[[], None] = lambda: None,
-) -> Iterator[Callable[[], bool]]:
+) -> Iterator[Callable[[], float]]:
     """Shows what the block does if it takes long: a line that counts the seconds in a terminal;
     elsewhere a line after a few seconds, and one now and then.
 
@@ -214,7 +214,7 @@ def saying(
       before: called once before anything is shown, in any thread.
 
     Yields:
-      a function that returns whether the block has taken long.
+      a function that returns the seconds since the block began.
     """
     from rich.console import Console
 
@@ -240,7 +240,7 @@ def saying(
 
     # The line in a terminal is removed only when no thread writes to it any more.
     with contextlib.ExitStack() as shown, ticking(tell, SHOWN_S):
-        yield lambda: time.monotonic() - started >= FIRST_LINE_S
+        yield lambda: time.monotonic() - started
 
 
 def saying_once(what: str) -> AbstractContextManager[object]:
@@ -277,12 +277,11 @@ class BusyNotice:
         """Reports while the block waits for ``what``."""
         from rich.console import Console
 
-        console, started = self._console or Console(stderr=True, highlight=False), time.monotonic()
-        with saying(so_far(what), console, lambda: self.before()) as took_long:
+        console = self._console or Console(stderr=True, highlight=False)
+        with saying(so_far(what), console, lambda: self.before()) as elapsed:
             yield
-        if what == COMPILING and took_long():
+        if what == COMPILING and (seconds := elapsed()) >= FIRST_LINE_S:
             where = f"; kept for the next time in {self._kept}" if self._kept else ""
-            seconds = time.monotonic() - started
             line = f"compiled a program in {seconds:.0f} s{where}"
             console.print(line, markup=False, soft_wrap=True)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from wedlm_jax.errors import InputError, file_error
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import naming
 from wedlm_jax.records.parquet import require_pyarrow
 
 JSONL, PARQUET = "jsonl", "parquet"
@@ -101,13 +102,9 @@ def file_size(file: RecordFile) -> int:
         return file.path.stat().st_size
 
 
-@contextlib.contextmanager
-def reading(file: RecordFile) -> Iterator[None]:
-    """Turns the file system's refusal to read ``file`` into an `InputError` that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise file_error(file.shown, "cannot be read", error) from None
+def reading(file: RecordFile) -> AbstractContextManager[None]:
+    """Turns the file system's refusal to read ``file`` into an error that names it."""
+    return naming(file.shown, "cannot be read")
 
 
 def _kind(path: Path, endings: Mapping[str, str]) -> str | None:

@@ -89,9 +89,9 @@ def read_rows(
         for group in range(file.num_row_groups):
             size = file.metadata.row_group(group).num_rows
             if first < stop and first + size > start:
+                kept = [] if optional is None else [n for n in names if n not in optional]
                 for row in _rows_of_group(file, group, names, start - first, stop - first):
-                    whole = {} if optional is None else _others(row, optional)
-                    yield without_nulls(row) | whole
+                    yield without_nulls(row) | {name: row[name] for name in kept}
             first += size
 
 
@@ -104,10 +104,6 @@ def _rows_of_group(
         here += batch.num_rows
         if here >= stop:
             return
-
-
-def _others(row: dict[str, Any], optional: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in optional}
 
 
 @contextlib.contextmanager

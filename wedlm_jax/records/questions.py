@@ -194,7 +194,10 @@ def _question(fields: Mapping[str, Any], match: str | None, chat: bool, place: s
     if ("prompt" in fields) == ("messages" in fields):
         have = "both" if "prompt" in fields else "neither"
         raise InputError(f"expected either 'prompt' or 'messages'; the record has {have}")
-    match = _match(fields.get("match", match))
+    match = fields.get("match", match)
+    if match is not None and match not in MATCHES:
+        hint = did_you_mean(str(match), MATCHES)
+        raise InputError(f"match: unknown {shown_value(match)}; {hint}, or null")
     labels = {name: fields[name] for name in ("regime", "kind") if name in fields}
     for name, label in labels.items():
         if not isinstance(label, str) or not label:
@@ -209,13 +212,6 @@ def _question(fields: Mapping[str, Any], match: str | None, chat: bool, place: s
     check_text(prompt)
     turn = [{"role": "user", "content": prompt}] if chat else None
     return Question(prompt, answer, match, turn, **labels, place=place)
-
-
-def _match(given: Any) -> str | None:
-    if given is not None and given not in MATCHES:
-        hint = did_you_mean(str(given), MATCHES)
-        raise InputError(f"match: unknown {shown_value(given)}; {hint}, or null")
-    return given
 
 
 def _answer(fields: Mapping[str, Any], match: str | None) -> str:

@@ -84,16 +84,11 @@ def test_saved_folder_is_read_by_transformers(tokenizer, tmp_path):
 TURNS = [{"role": "user", "content": "ping ping"}, {"role": "assistant", "content": "pong pong"}]
 
 
-def write_input(folder):
-    folder.mkdir()
+def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
+    source, folder = tmp_path / "chats.jsonl", tmp_path / "tokenizer"
     lines = [{"messages": TURNS}] * 4 + [{"text": "quince quince"}] * 4 + [{"token_ids": [1]}]
     text = "\n".join(map(json.dumps, lines)) + '\n{"text": "\\ud800"}\nnot json\n'
-    (folder / "chats.jsonl").write_text(text, encoding="utf-8")
-    return folder
-
-
-def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
-    source, folder = write_input(tmp_path / "in"), tmp_path / "tokenizer"
+    source.write_text(text, encoding="utf-8")
     options = ["--input", str(source), "--vocab-size", "300", "--output", str(folder)]
     assert main(options) == 0
     said = capsys.readouterr().out

@@ -173,12 +173,8 @@ def test_any_part_of_the_rows_is_read_whatever_the_row_groups(tmp_path):
                 rows = list(read_rows(path, "a", ["n", "absent"], start, number))
                 stop = count if number is None else min(start + number, count)
                 assert rows == [{"n": i} for i in range(start, stop)], (group, start, number)
-
-
-def test_without_a_wanted_column_the_rows_are_empty(tmp_path):
-    path = write(tmp_path / "a.parquet", [{"n": i} for i in range(5)], 2)
-    assert list(read_rows(path, "a", ["absent"])) == [{}] * 5
-    assert list(read_rows(path, "a", ["absent"], 3, 10)) == [{}] * 2
+                # Without a wanted column they are empty.
+                assert list(read_rows(path, "a", ["absent"], start, number)) == [{}] * len(rows)
 
 
 def test_nulls_are_left_out_however_deep(tmp_path):
