@@ -81,10 +81,6 @@ def read_rows(
         names = [n for n in file.schema_arrow.names if columns is None or n in columns]
         total = file.metadata.num_rows
         stop = total if count is None else min(start + count, total)
-        if not names:
-            for _ in range(start, stop):
-                yield {}
-            return
         first = 0
         for group in range(file.num_row_groups):
             size = file.metadata.row_group(group).num_rows
