@@ -49,7 +49,7 @@ from wedlm_jax.model.lora import PREVIOUS_RANK, TARGETS, LoraConfig, with_adapte
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
-DTYPE = jnp.bfloat16
+DTYPE = jnp.dtype(jnp.bfloat16)
 GIB = 2**30
 PRODUCTS, BANDWIDTH = 0.6, 0.8
 """Shares of a chip's peaks that an expected time assumes. Neither is measured."""
@@ -64,7 +64,6 @@ class DecodeSizes:
       model_len: maximum tokens of a prompt and its completion.
       window: W; 0 for a model that was not trained on masks.
       lookup: maximum number of drafts copied from the text.
-      backup: number of backup masks.
     """
 
     sequences: int
@@ -108,12 +107,8 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledDecoder:
-    """A compiled decoder, its target, and the compiler's report.
-
-    Attributes:
-      weight_bytes, page_bytes: bytes of the weights and of all pages on one device.
-      forward: a forward of the maximum number of sequences, all past their prompts.
-    """
+    """A compiled decoder, its target, and the compiler's report. Bytes of weights and of all pages
+    are those on one device; ``forward`` has the maximum number of sequences, past their prompts."""
 
     topology: Topology
     mesh: Mesh
@@ -189,19 +184,22 @@ def compile_decoder(
         does not fit into the chip's memory.
     """
     topology = describe_topology(topology_name)
-    mesh = decode_mesh(model, topology)
-    replicas = mesh.shape["data"]
+    mesh, chip = decode_mesh(model, topology), topology.chip
+    replicas, tensor = mesh.shape["data"], mesh.shape["tensor"]
     if sizes.sequences % replicas:
         raise InputError(f"--batch-size {sizes.sequences} is not divisible by data {replicas}")
     each = sizes.sequences // replicas
 
     def make() -> Transformer:
-        made = Transformer(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(DTYPE))
+        made = Transformer(model, rngs=nnx.Rngs(0), dtype=DTYPE)
         return made if drafter is None else with_adapters(made, drafter, nnx.Rngs(0))
+
+    def at(leaf: Any, sharding: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, DTYPE, sharding=sharding)
 
     shapes = nnx.eval_shape(make)
     model, (graph, parameters) = shapes.config, nnx.split(shapes)
-    parameters = jax.tree.map(_at, parameters, tree_shardings(mesh, parameters))
+    parameters = jax.tree.map(at, parameters, tree_shardings(mesh, parameters))
     # Every token passes through the adapters, though only masks use their result.
     adapters = sum(
         leaf.size for leaf in jax.tree.leaves(nnx.filter_state(parameters, nnx.LoRAParam))
@@ -226,13 +224,13 @@ def compile_decoder(
             window=sizes.window,
             lookup=sizes.lookup,
             known_tokens=None,
-            dtype=jnp.dtype(DTYPE),
+            dtype=DTYPE,
             platform="tpu",
             replicas=replicas,
             weights=weights,
-            limit=topology.chip.hbm_bytes,
+            limit=chip.hbm_bytes,
         )
-        page_bytes = bytes_per_page(model, page, DTYPE)
+        each_token = bytes_per_page(model, page, DTYPE) // page
     traits = Traits.of(SamplingParams(mode="verified"), sizes.window, sizes.lookup)
     compiled = compile_for(
         topology,
@@ -240,23 +238,10 @@ def compile_decoder(
         lambda: lower_burst(graph, parameters, model, settings, traits, mesh, choose_layouts=True),
         "decoder",
     )
-    forward = forward_of(
-        model,
-        sizes,
-        each,
-        mesh.shape["tensor"],
-        weights,
-        page_bytes // page,
-        topology.chip,
-        adapters,
-    )
+    forward = forward_of(model, sizes, each, tensor, weights, each_token, chip, adapters)
     return CompiledDecoder(
         topology, mesh, sizes, settings, compiled, weights, memory.pages, forward
     )
-
-
-def _at(leaf: Any, sharding: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, DTYPE, sharding=sharding)
 
 
 def forward_of(
@@ -284,7 +269,7 @@ def forward_of(
     flops = 2 * (model.num_parameters(embeddings=False) + adapters) * tokens
     flops += 2 * model.hidden_size * model.vocab_size * sequences * sizes.rows_each
     flops += 4 * width * tokens * sizes.model_len
-    size = jnp.dtype(DTYPE).itemsize
+    size = DTYPE.itemsize
     # An embedding that is not also the head is not read whole: only the rows of the tokens are.
     table = model.vocab_size * model.hidden_size * size * (not model.tie_word_embeddings)
     # Backup masks are a separate span, which reads the text a second time.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rich.text import Text
 
+from infer.flags import adders
 from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.command_line import CommandParser
 
@@ -51,26 +52,13 @@ def main(arguments: list[str]) -> int:
         "window of masks as it fills, and measures WeDLM against autoregressive (AR)\n"
         "decoding with the same weights in the same engine.",
     )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=3.0,
-        metavar="X",
-        help="seconds over which a prompt's forwards are shown, in a terminal [3]",
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=40,
-        metavar="N",
-        help="number of questions of each kind to measure at the end [40], at least "
-        f"{PROMPTS_A_REGIME}",
-    )
-    parser.add_argument(
-        "--record",
-        metavar="FILE.svg",
-        help="only draw a picture: a prompt of each of two kinds, forward by forward",
-    )
+    add, _ = adders(parser)
+    pace = "seconds over which a prompt's forwards are shown, in a terminal [3]"
+    add("--seconds", "X", pace, default=3.0)
+    count = "number of questions of each kind to measure at the end [40], at least "
+    add("--samples", "N", f"{count}{PROMPTS_A_REGIME}", default=40)
+    picture = "only draw a picture: a prompt of each of two kinds, forward by forward"
+    add("--record", "FILE.svg", picture)
     options = parser.parse_args(arguments)
     if options.samples < PROMPTS_A_REGIME:
         raise InputError(f"--samples: expected at least {PROMPTS_A_REGIME}, not {options.samples}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import wedlm_jax
-from infer.flags import LLM_OPTIONS, add_engine_options, advised_params, flag
+from infer.flags import LLM_OPTIONS, add_engine_options, adders, advised_params, flag
 from infer.generate import load
 from infer.plots import check_plot
 from infer.score import Score, draw_scores, legend, score_table
@@ -110,9 +110,6 @@ def evaluate_all(
 ) -> list[Score]:
     """Scores decoders on the questions of one regime after another, with a progress bar.
 
-    Within a pass the decoders take turns, a few batches each, so that other work on the machine
-    slows all of them.
-
     Args:
       passes: number of timed passes of each decoder over all questions.
       console: where the bar is shown; by default standard error.
@@ -132,9 +129,11 @@ def evaluate_all(
                 title=f"{questions[0].regime.replace('_', ' ')} · {decoder.name:<16}",
                 seconds_left=spent * (total / answered - 1) if answered else math.inf,
             )
-            compiled, started = decoder.llm.engine.compile_seconds, time.perf_counter()
-            completions = _complete(decoder, questions)
-            compiling = decoder.llm.engine.compile_seconds - compiled
+            llm = decoder.llm
+            compiled, started = llm.engine.compile_seconds, time.perf_counter()
+            prompts = _prompts(llm, questions)
+            completions = llm.generate(prompts, [_with_room(decoder, one) for one in prompts])
+            compiling = llm.engine.compile_seconds - compiled
             seconds = time.perf_counter() - started - compiling
             answered, spent = answered + len(questions), spent + seconds
             return completions, seconds
@@ -156,11 +155,6 @@ def evaluate_all(
             ]
         bar.update(total)
     return scores
-
-
-def _complete(decoder: Decoder, questions: Iterable[Question]) -> list[Completion]:
-    prompts = _prompts(decoder.llm, questions)
-    return decoder.llm.generate(prompts, [_with_room(decoder, prompt) for prompt in prompts])
 
 
 def _with_room(decoder: Decoder, prompt: Sequence[int]) -> SamplingParams:
@@ -326,15 +320,12 @@ def as_answer(decoder: str, question: Question, completion: Completion) -> dict[
 def _tell_slower(scores: Sequence[Score]) -> None:
     """Warns if the default mode took longer than AR, and says what to do about it."""
     of_ar = {score.regime: score for score in scores if score.decoder == "AR"}
-    speeds = {
-        score.regime: score.speed_up(of_ar[score.regime])
-        for score in scores
-        if score.decoder == "verified" and score.regime in of_ar
-    }
     slower = [
-        f"{speed:.2f}x in {regime.replace('_', ' ')}"
-        for regime, speed in speeds.items()
-        if speed < SLOWER
+        f"{speed:.2f}x in {score.regime.replace('_', ' ')}"
+        for score in scores
+        if score.decoder == "verified"
+        and score.regime in of_ar
+        and (speed := score.speed_up(of_ar[score.regime])) < SLOWER
     ]
     if slower:
         print(
@@ -372,96 +363,51 @@ def parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     add_engine_options(result.add_argument_group("model"), batch_size="1; tasks 16")
-    _add_decoding(result.add_argument_group("decoding"))
-    _add_questions(result.add_argument_group("questions"))
-    _add_tasks(result.add_argument_group("tasks; these need wedlm-jax[eval]"))
-    return result
-
-
-def _add_decoding(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--window-size",
-        type=int,
-        metavar="N",
-        help="W, the number of masks that draft in parallel [16]",
-    )
+    add, _ = adders(result.add_argument_group("decoding"))
+    add("--window-size", "N", "W, the number of masks that draft in parallel [16]")
     add(
         "--entropy-threshold",
-        type=float,
+        "X",
+        "τ of mode paper in nats; for questions one or more [0.2 0.4 0.6 0.9; tasks 0.4]",
         nargs="+",
-        metavar="X",
-        help="τ of mode paper in nats; for questions one or more [0.2 0.4 0.6 0.9; tasks 0.4]",
     )
-    add("--position-penalty", type=float, metavar="X", help="λ of mode paper [0.02]")
+    add("--position-penalty", "X", "λ of mode paper [0.02]")
     add(
         "--max-tokens",
-        type=int,
-        metavar="N",
-        help="maximum tokens of an answer [160; own questions 512; tasks: each sets its own]",
+        "N",
+        "maximum tokens of an answer [160; own questions 512; tasks: each sets its own]",
     )
-    add("--output", metavar="FILE", help="also write the scores as JSON")
-
-
-def _add_questions(group: Any) -> None:
-    add = group.add_argument
-    add("--questions", metavar="FILE", help="JSONL questions [those of the embedded model]")
+    add("--output", "FILE", "also write the scores as JSON")
+    add, switch = adders(result.add_argument_group("questions"))
+    add("--questions", "FILE", "JSONL questions [those of the embedded model]")
     add(
         "--match",
+        None,
+        "how to judge answers if the question does not say [exact]",
         choices=MATCHES,
-        help="how to judge answers if the question does not say [exact]",
     )
-    add(
-        "--chat",
-        action="store_true",
-        help="treat each prompt as a user message and apply the chat template",
-    )
-    samples = "number of questions per regime [300; own questions: all]"
-    add("--samples", type=int, metavar="N", help=samples)
+    switch("--chat", "treat each prompt as a user message and apply the chat template")
+    add("--samples", "N", "number of questions per regime [300; own questions: all]")
     add(
         "--decoders",
+        "NAME",
+        f"decoders to compare: {', '.join(KINDS)} [all that the model can run]",
         nargs="+",
         choices=KINDS,
-        metavar="NAME",
-        help=f"decoders to compare: {', '.join(KINDS)} [all that the model can run]",
     )
-    add("--passes", type=int, metavar="N", help="number of timed passes [3]")
-    add("--answers", metavar="FILE", help="also write each answer and its verdict as JSONL")
-    add(
-        "--plot",
-        metavar="FILE",
-        help="also draw the scores (.svg, .png or .pdf; needs the extra plot)",
-    )
-
-
-def _add_tasks(group: Any) -> None:
-    add = group.add_argument
-    add("--tasks", nargs="+", metavar="NAME", help="names or YAML files of tasks")
-    add("--mode", choices=("verified", "paper", "ar"), help="how answers are decoded [verified]")
-    add("--limit", type=int, metavar="N", help="number of documents per task [all]")
-    add(
-        "--num-fewshot",
-        type=int,
-        metavar="N",
-        help="solved examples before each question [each task sets its own]",
-    )
-    add("--apply-chat-template", action="store_true", help="apply the chat template [off]")
-    add(
-        "--include-path",
-        nargs="+",
-        metavar="DIR",
-        help="folders with your own tasks [none]",
-    )
-    add(
-        "--log-samples",
-        action="store_true",
-        help="with --output: also write every answer to it [off]",
-    )
-    add(
-        "--run-code",
-        action="store_true",
-        help="run programs that the model wrote, as human_eval needs for scoring [off]",
-    )
+    add("--passes", "N", "number of timed passes [3]")
+    add("--answers", "FILE", "also write each answer and its verdict as JSONL")
+    add("--plot", "FILE", "also draw the scores (.svg, .png or .pdf; needs the extra plot)")
+    add, switch = adders(result.add_argument_group("tasks; these need wedlm-jax[eval]"))
+    add("--tasks", "NAME", "names or YAML files of tasks", nargs="+")
+    add("--mode", None, "how answers are decoded [verified]", choices=("verified", "paper", "ar"))
+    add("--limit", "N", "number of documents per task [all]")
+    add("--num-fewshot", "N", "solved examples before each question [each task sets its own]")
+    switch("--apply-chat-template", "apply the chat template [off]")
+    add("--include-path", "DIR", "folders with your own tasks [none]", nargs="+")
+    switch("--log-samples", "with --output: also write every answer to it [off]")
+    switch("--run-code", "run programs that the model wrote, as human_eval needs for scoring [off]")
+    return result
 
 
 def check(given: Mapping[str, Any]) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,32 @@ SHARED = ("drafter", "dtype", "quantization", "kv_cache_dtype", "deterministic",
 """Those of `ENGINE_FLAGS` that all engines of a benchmark share."""
 FLAG_NAMES = {"max_batch_size": "batch_size"}
 """Fields whose flag has another name."""
-LLM_OPTIONS = ("model", *(FLAG_NAMES.get(name, name) for name in ENGINE_OPTIONS))
-"""Names under which parsed options hold the arguments of `LLM`."""
+LLM_OPTIONS = {FLAG_NAMES.get(name, name): name for name in ("model", *ENGINE_OPTIONS)}
+"""Names of parsed options, and the arguments of `LLM` that they hold."""
 
 
 def flag(name: str) -> str:
     """Returns the flag of a field."""
     return f"--{name.replace('_', '-')}"
+
+
+def adders(group: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Returns two functions that add options to a group of argparse. Further arguments are
+    argparse's.
+
+    The first takes a name, a metavar (None for choices) and a help text, and adds an option with a
+    value: an integer for the metavar N, a float for X, otherwise a text. The second takes a name
+    and a help text, and adds a switch.
+    """
+
+    def add(name: str, metavar: str | None, help_text: str, **more: Any) -> None:
+        kind = {"N": int, "X": float}.get(metavar or "", str)
+        group.add_argument(name, metavar=metavar, type=kind, help=help_text, **more)
+
+    def switch(name: str, help_text: str, **more: Any) -> None:
+        group.add_argument(name, action="store_true", help=help_text, **more)
+
+    return add, switch
 
 
 def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -> None:
@@ -68,13 +86,10 @@ def add_engine_options(
       batch_size: the default of ``--batch-size``, for the help.
       names: the fields that get a flag.
     """
+    shown = "folder in Hugging Face format, hub id, or smollm2 [the embedded model]"
     for name in names:
         if name == "model":
-            group.add_argument(
-                "--model",
-                metavar="DIR",
-                help="folder in Hugging Face format, hub id, or smollm2 [the embedded model]",
-            )
+            group.add_argument("--model", metavar="DIR", help=shown)
         elif name != "window_size":
             _add_engine_flag(group, name, batch_size if name == "max_batch_size" else None)
 
@@ -103,8 +118,7 @@ def _add_engine_flag(group: Any, name: str, default: str | None) -> None:
 
 def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of `LLM` among the parsed ``options``, under its names."""
-    names = {FLAG_NAMES.get(name, name): name for name in ("model", *ENGINE_OPTIONS)}
-    given = {names[one]: options[one] for one in LLM_OPTIONS if one in options}
+    given = {name: options[one] for one, name in LLM_OPTIONS.items() if one in options}
     if "mesh" in given:
         given["mesh"] = dict(given["mesh"])
     return given
@@ -164,11 +178,6 @@ def as_flag(message: str) -> str:
     if name not in (*OPTIONS, *ENGINE_FLAGS):
         return message
     return f"{flag(FLAG_NAMES.get(name, name))}{colon}{rest}"
-
-
-def field_list(indent: str, width: int) -> str:
-    """Returns the names of all sampling fields, as lines of a help text."""
-    return textwrap.fill(", ".join(OPTIONS), width, initial_indent=indent, subsequent_indent=indent)
 
 
 def _default(value: Any) -> str:

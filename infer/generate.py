@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import textwrap
 import time
 from functools import partial
 from pathlib import Path
@@ -14,15 +15,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 from infer.flags import (
     add_decoding_options,
     add_engine_options,
+    adders,
     as_flag,
     engine_options,
-    field_list,
+    flag,
     sampling_params,
 )
 from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.atomic import check_writable
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.notices import notice
+from wedlm_jax.params import OPTIONS
 
 if TYPE_CHECKING:
     from infer.trace import SequenceTrace
@@ -94,6 +97,7 @@ JOB_OPTIONS = (
     "host_id",
     "ray",
     "ray_actors",
+    "prompt_token_ids",
 )
 """Options that only a job with --input takes."""
 
@@ -101,126 +105,88 @@ JOB_OPTIONS = (
 def parser() -> argparse.ArgumentParser:
     """Returns the parser. Options that are not given are absent from the result; their defaults,
     in brackets in the help, are those of `LLM` or `SamplingParams`."""
+    fields = textwrap.fill(", ".join(OPTIONS), 68)
     result = CommandParser(
         prog="wedlm generate",
         usage="wedlm generate [--model DIR] (--prompt TEXT | --input PATH ... --output PATH) "
         "[options]",
         description=DESCRIPTION,
-        epilog=FILES.replace("{fields}", field_list(" " * 22, 90)),
+        epilog=FILES.replace("{fields}", textwrap.indent(fields, " " * 22)),
         argument_default=argparse.SUPPRESS,
     )
-    add = result.add_argument_group("what to complete").add_argument
-    add(
-        "--prompt",
-        metavar="TEXT",
-        help="the prompt; - reads it from standard input, without the final newline",
-    )
+    add, switch = adders(result.add_argument_group("what to complete"))
+    add("--prompt", "TEXT", "the prompt; - reads it from standard input, without the final newline")
     add(
         "--input",
-        metavar="PATH",
+        "PATH",
+        "files or folders of prompts, or - for standard input; see below",
         nargs="+",
         action="extend",
-        help="files or folders of prompts, or - for standard input; see below",
     )
     add(
         "--output",
-        metavar="PATH",
-        help="with --input: the folder, or .jsonl or .parquet file, to write; if it holds results "
+        "PATH",
+        "with --input: the folder, or .jsonl or .parquet file, to write; if it holds results "
         "of another job, --overwrite is needed",
     )
     add(
         "--trace",
-        metavar="FILE",
-        help="with --prompt: also write what every forward saw, filled, rejected and committed, as "
+        "FILE",
+        "with --prompt: also write what every forward saw, filled, rejected and committed, as "
         "JSON; wedlm plot draws it",
     )
-    add(
-        "--chat",
-        action="store_true",
-        default=False,
-        help="treat a prompt as a user message and apply the chat template",
-    )
+    switch("--chat", "treat a prompt as a user message and apply the chat template", default=False)
     add_engine_options(
         result.add_argument_group("model"), batch_size="16; 1 with --prompt, unless --n is above 1"
     )
     add_decoding_options(result.add_argument_group("decoding"))
     _add_job(result.add_argument_group("with --input"))
-    add = result.add_argument_group("without a TPU").add_argument
-    add(
+    add, switch = adders(result.add_argument_group("without a TPU"))
+    switch(
         "--compile-only",
-        action="store_true",
-        default=False,
-        help="compile the decoder of --model and --drafter (folders, or recipes that state the "
+        "compile the decoder of --model and --drafter (folders, or recipes that state the "
         "sizes) for --topology, report what it needs, and stop",
+        default=False,
     )
-    add(
-        "--topology",
-        metavar="NAME",
-        default="v5e:2x4",
-        help="chip and shape to compile for [%(default)s]",
-    )
+    add("--topology", "NAME", "chip and shape to compile for [%(default)s]", default="v5e:2x4")
     return result
 
 
 def _add_job(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--warmup",
-        action="store_true",
-        default=False,
-        help="compile before the first prompt is decoded",
-    )
-    add(
+    add, switch = adders(group)
+    switch("--warmup", "compile before the first prompt is decoded")
+    switch(
         "--prompt-token-ids",
-        action="store_true",
-        default=False,
-        help="also write the prompt's tokens, for `wedlm tokenize --format completions`",
+        "also write the prompt's tokens, for `wedlm tokenize --format completions`",
     )
-    add("--shard-size", type=int, metavar="N", help="records per shard [1000]")
-    add(
+    add("--shard-size", "N", "records per shard [1000]")
+    switch(
         "--fail-fast",
-        action="store_true",
-        help="check all records first, and stop at a bad one instead of recording its error",
+        "check all records first, and stop at a bad one instead of recording its error",
     )
     add(
         "--max-errors",
-        type=int,
-        metavar="N",
-        help="stop with status 65 when more than N records of this run are bad; decoded records "
+        "N",
+        "stop with status 65 when more than N records of this run are bad; decoded records "
         "are kept [no limit, unless the first 1,000 are all bad]",
     )
-    add("--overwrite", action="store_true", help="replace results of another job in the output")
-    add(
-        "--grace",
-        type=float,
-        metavar="X",
-        help="seconds after SIGTERM in which records in progress may finish [20.0]",
-    )
+    switch("--overwrite", "replace results of another job in the output")
+    add("--grace", "X", "seconds after SIGTERM in which records in progress may finish [20.0]")
     add(
         "--num-hosts",
-        metavar="N|auto",
-        help="number of processes that share the job; auto: as many as were launched together [1]",
+        "N|auto",
+        "number of processes that share the job; auto: as many as were launched together [1]",
     )
-    add(
-        "--host-id",
-        type=int,
-        metavar="N",
-        help="index of this process among them, from 0 [from the launcher]",
-    )
+    add("--host-id", "N", "index of this process among them, from 0 [from the launcher]")
     add(
         "--ray",
+        "ADDRESS",
+        "decode with Ray Data on the cluster at ADDRESS; without it, on one that is found or "
+        "started",
         nargs="?",
         const="",
-        metavar="ADDRESS",
-        help="decode with Ray Data on the cluster at ADDRESS; without it, on one that is found or "
-        "started",
     )
-    add(
-        "--ray-actors",
-        type=int,
-        metavar="N",
-        help="number of models that decode with Ray [one per accelerator]",
-    )
+    add("--ray-actors", "N", "number of models that decode with Ray [one per accelerator]")
 
 
 def main(arguments: list[str]) -> int:
@@ -269,18 +235,16 @@ def _check_combination(options: dict[str, Any]) -> None:
     if ("input" in options) != ("output" in options):
         missing = "--output" if "input" in options else "--input"
         raise InputError(f"--input and --output go together; {missing} is missing")
-    alone = [name for name in JOB_OPTIONS if name in options and "input" not in options]
-    if alone:
-        raise InputError(f"--{alone[0].replace('_', '-')} goes with --input")
+    for name in JOB_OPTIONS:
+        if name in options and "input" not in options:
+            raise InputError(f"{flag(name)} goes with --input")
     if "input" in options and options.get("seed", 0) in (None, -1):
         raise InputError(
             "--seed: expected a number with --input, so that a restart gives the same records"
         )
     if "trace" in options and "prompt" not in options:
         raise InputError("--trace goes with --prompt")
-    if "prompt" in options and options["prompt_token_ids"]:
-        raise InputError("--prompt-token-ids goes with --input")
-    if "prompt" in options and options["warmup"]:
+    if "prompt" in options and "warmup" in options:
         raise InputError("--warmup goes with --input; a --prompt is decoded at once")
     if "ray_actors" in options and "ray" not in options:
         raise InputError("--ray-actors goes with --ray")
@@ -347,11 +311,8 @@ def complete_prompt(
     llm: LLM, text: str, params: SamplingParams, *, chat: bool, trace: str | None = None
 ) -> int:
     """Prints the completion on standard output as it is committed, or all its samples when they are
-    done; then, on standard error, log-probabilities if requested, and the figures.
-
-    Args:
-      trace: file to write the trace to.
-    """
+    done; then, on standard error, log-probabilities if requested, and the figures. Writes a trace
+    to the file ``trace``, if given."""
     prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
     compiled, started = llm.engine.compile_seconds, time.monotonic()
     if params.n > 1:

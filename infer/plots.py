@@ -54,20 +54,17 @@ def main(arguments: list[str]) -> int:
         '  wedlm generate --prompt "Once upon a time" --trace out.json && wedlm plot out.json',
     )
     parser.add_argument("trace", metavar="TRACE", help="trace file")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        help=".svg, .png or .pdf [the trace's name with .svg]",
-    )
+    output = ".svg, .png or .pdf [the trace's name with .svg]"
+    parser.add_argument("--output", metavar="FILE", help=output)
     options = parser.parse_args(arguments)
 
     from infer.trace import read_trace
 
     trace = Path(options.trace)
-    output = trace.with_suffix(".svg") if options.output is None else Path(options.output)
-    check_plot(output)
-    draw_traces(read_trace(trace), output)
-    print(output)
+    path = trace.with_suffix(".svg") if options.output is None else Path(options.output)
+    check_plot(path)
+    draw_traces(read_trace(trace), path)
+    print(path)
     return 0
 
 

@@ -21,7 +21,6 @@ class Score(Tally):
     """The results of one decoder on the prompts of one regime.
 
     Attributes:
-      decoder, regime: names.
       as_first: share of completions with exactly the tokens of the first decoder.
       ar_agrees: share of tokens that the autoregressive head finds most likely, given all tokens
         before them.
@@ -67,11 +66,8 @@ def ratios_by_turns(one: Timed, other: Timed) -> list[float]:
 
 
 def columns(first: str) -> dict[str, str]:
-    """Returns the columns of a score table after regime and decoder, and what each means.
-
-    Args:
-      first: name of the decoder that the others are compared with.
-    """
+    """Returns the columns of a score table after regime and decoder, and what each means; ``first``
+    is the decoder that the others are compared with."""
     same = "as AR" if first == "AR" else "as first"
     return {
         "right": "answers that are right; prose has no right answer",

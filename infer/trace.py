@@ -51,9 +51,6 @@ class SequenceTrace:
     """The trace of one sequence while it decodes.
 
     Args:
-      codec: the tokenizer, or None.
-      params: the sequence's sampling parameters.
-      prompt_tokens: length of its prompt.
       window_size: W; None or "auto" if the engine chooses.
       known: further entries for the file: the model's name, the prompt's text.
     """
@@ -194,12 +191,8 @@ FORWARD_FIELDS: dict[str, Kind] = {
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Returns the sequences of a trace file.
-
-    Raises:
-      InputError: the file is not a trace or has another version; the message says what is wrong
-        and where.
-    """
+    """Returns the sequences of a trace file. Raises an `InputError` that says what is wrong, and
+    where, if it is not a trace or has another version."""
     try:
         whole = json.loads(path.read_bytes())
     except OSError as error:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from infer.flags import add_decoding_options, add_engine_options, sampling_params
 from infer.generate import load
@@ -65,7 +65,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     options = vars(parser().parse_args(arguments))
-    _check(options)
+    if options.get("n", 1) > 1:
+        raise InputError("--n: a conversation has one answer per message")
+    if options.get("logprobs") is not None:
+        raise InputError("--logprobs: wedlm generate shows them, a conversation does not")
     from infer.chat.conversation import Conversation
     from infer.chat.lines import line_reader
 
@@ -78,36 +81,24 @@ def main(arguments: list[str]) -> int:
         system=options.get("system", ""),
         tell=_tell,
     )
-    _tell(banner(llm))
+    context = counted(llm.engine.max_model_len, "token")
+    _tell(f"{Path(llm.name).name}, a context of {context}. {WELCOME}")
     if not conversation.has_template:
         _tell(NO_TEMPLATE)
     converse(read, conversation, llm)
     return 0
 
 
-def _check(options: dict[str, Any]) -> None:
-    if options.get("n", 1) > 1:
-        raise InputError("--n: a conversation has one answer per message")
-    if options.get("logprobs") is not None:
-        raise InputError("--logprobs: wedlm generate shows them, a conversation does not")
-
-
-def banner(llm: LLM) -> str:
-    """Returns the first line: the model's name, the length of its context, and how to get help."""
-    context = counted(llm.engine.max_model_len, "token")
-    return f"{Path(llm.name).name}, a context of {context}. {WELCOME}"
-
-
 def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> None:
     """Answers messages until there are no more."""
-    from infer.chat.lines import follow, is_order, is_retry
+    from infer.chat.lines import follow
 
     while True:
         try:
             message = read()
-            if is_retry(message):
+            if message.rstrip() == "/retry":
                 _answer(None, conversation, llm)
-            elif is_order(message):
+            elif message.startswith("/"):
                 _tell(follow(message, conversation, llm))
             elif message.strip():
                 _answer(message, conversation, llm)

@@ -89,10 +89,8 @@ def _from_terminal() -> Callable[[], str]:
 
 
 def _from_plain_terminal() -> str:
-    """Returns a line, as `_from_pipe` does. Python's readline, if available, adds editing and
-    history."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
+        import readline  # noqa: F401, adds editing and history to `input`
     message = input("> ")
     while message.endswith("\\"):
         message = message[:-1] + "\n" + input("  ")
@@ -129,18 +127,8 @@ def _history() -> History:
 # --- commands -------------------------------------------------------------------------------
 
 
-def is_order(line: str) -> bool:
-    """Returns whether a line is a command: it begins with a slash, with no space before it."""
-    return line.startswith("/")
-
-
-def is_retry(line: str) -> bool:
-    """Returns whether a line asks for another answer to the last message."""
-    return line.strip() == "/retry" and is_order(line)
-
-
 def follow(line: str, conversation: Conversation, llm: LLM) -> str:
-    """Runs a command and returns its message.
+    """Runs a command other than a plain /retry and returns its message.
 
     Raises:
       InputError: the command is unknown or cannot be run.
@@ -174,7 +162,10 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
         return f"mode {conversation.params.mode}"
     if name == "/temperature":
         if given:
-            temperature = _number(given)
+            try:
+                temperature = float(given)
+            except ValueError:
+                raise InputError(f"/temperature: expected a number, not {given!r}") from None
             conversation.params = dataclasses.replace(conversation.params, temperature=temperature)
         return f"temperature {conversation.params.temperature:g}"
     if given:
@@ -183,13 +174,6 @@ def follow(line: str, conversation: Conversation, llm: LLM) -> str:
     if window == 0 and not llm.engine.config.knows_masks:
         return f"window 0: {llm.name} was not trained on masks"
     return f"window {window}"
-
-
-def _number(given: str) -> float:
-    try:
-        return float(given)
-    except ValueError:
-        raise InputError(f"/temperature: expected a number, not {given!r}") from None
 
 
 def _save(given: str, conversation: Conversation) -> str:

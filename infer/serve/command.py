@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from infer.flags import add_decoding_options, add_engine_options, sampling_params
+from infer.flags import add_decoding_options, add_engine_options, adders, sampling_params
 from infer.generate import load
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.host import notices
@@ -92,54 +92,45 @@ def parser() -> argparse.ArgumentParser:
         epilog=NOTES,
         argument_default=argparse.SUPPRESS,
     )
-    add = result.add_argument_group("server").add_argument
+    add, switch = adders(result.add_argument_group("server"))
     add(
         "--host",
-        metavar="HOST",
-        help="address to listen on; 0.0.0.0 means all addresses of the machine [127.0.0.1]",
+        "HOST",
+        "address to listen on; 0.0.0.0 means all addresses of the machine [127.0.0.1]",
     )
-    add("--port", type=int, metavar="N", help="port to listen on; 0 takes any free port [8000]")
-    shown = f"the model's name in the API [as --model; {EMBEDDED_NAME}]"
-    add("--served-model-name", metavar="NAME", help=shown)
-    add("--api-key", metavar="KEY", help="key that callers must send [none]")
+    add("--port", "N", "port to listen on; 0 takes any free port [8000]")
+    add("--served-model-name", "NAME", f"the model's name in the API [as --model; {EMBEDDED_NAME}]")
+    add("--api-key", "KEY", "key that callers must send [none]")
     add(
         "--cors-origin",
+        "URL",
+        "sites whose pages may call the server from browsers; * allows all [none]",
         nargs="+",
         action="extend",
-        metavar="URL",
-        help="sites whose pages may call the server from browsers; * allows all [none]",
     )
-    add(
-        "--no-warmup",
-        action="store_true",
-        help="listen at once; the first requests then wait for the compiler",
-    )
-    add("--quiet", action="store_true", help="do not log a line per request")
-    add("--config", metavar="FILE", help=f"settings file, see below [{FILE}, if it exists]")
-    add = result.add_argument_group("limits").add_argument
+    switch("--no-warmup", "listen at once; the first requests then wait for the compiler")
+    switch("--quiet", "do not log a line per request")
+    add("--config", "FILE", f"settings file, see below [{FILE}, if it exists]")
+    add, _ = adders(result.add_argument_group("limits"))
     add(
         "--max-waiting",
-        type=int,
-        metavar="N",
-        help="number of completions that may wait while others decode; requests for more get "
+        "N",
+        "number of completions that may wait while others decode; requests for more get "
         "status 429 [1024]",
     )
-    add("--max-body", type=int, metavar="N", help="maximum bytes of a request [8388608]")
+    add("--max-body", "N", "maximum bytes of a request [8388608]")
     add(
         "--client-timeout",
-        type=float,
-        metavar="X",
-        help="seconds that a client may take to send a request or leave an answer unread [30]",
+        "X",
+        "seconds that a client may take to send a request or leave an answer unread [30]",
     )
     add(
         "--burst-seconds",
-        type=float,
-        metavar="X",
-        help="seconds of decoding after which new requests are admitted and streams get their next "
+        "X",
+        "seconds of decoding after which new requests are admitted and streams get their next "
         "piece [0.05]",
     )
-    grace = "seconds in which running answers may finish after Ctrl-C or SIGTERM [20]"
-    add("--grace", type=float, metavar="X", help=grace)
+    add("--grace", "X", "seconds in which running answers may finish after Ctrl-C or SIGTERM [20]")
     add_engine_options(result.add_argument_group("model"))
     decoding = result.add_argument_group("decoding, where a request does not set it")
     add_decoding_options(decoding, TAKEN_OTHERWISE)

@@ -9,123 +9,113 @@ from pathlib import Path
 
 import pytest
 
-from infer.compile_only import BANDWIDTH, PRODUCTS, DecodeSizes, forward_of, main, read_drafter
-from infer.compile_only import read_model as read
+from infer.compile_only import (
+    BANDWIDTH,
+    PRODUCTS,
+    DecodeSizes,
+    forward_of,
+    read_drafter,
+    read_model,
+)
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
-from wedlm_jax.__main__ import main as wedlm
+from wedlm_jax.__main__ import main
 from wedlm_jax.aot.topology import Chip
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.lora import LoraConfig
 
 ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "configs" / "wedlm_8b.yaml")
 MODEL = ModelConfig(
-    vocab_size=100,
-    hidden_size=8,
-    intermediate_size=16,
+    vocab_size=1024,
+    hidden_size=256,
+    intermediate_size=512,
     num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=6,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=128,
+    qk_norm=True,
+    mask_token_id=1000,
+    eos_token_ids=(1001,),
 )
 
 
+def forward(sizes, **more):
+    """Two sequences on two chips, behind texts of 64 tokens."""
+    chip = Chip(0, 1e3, 1e2, 1e1, 1.0)
+    return forward_of(MODEL, sizes, 2, 2, 10**7, bytes_per_token=7, chip=chip, **more)
+
+
 def test_a_forward_is_counted_by_hand():
-    """Two sequences on two chips, windows of 4 behind texts of 64 tokens."""
-    sizes, chip = DecodeSizes(sequences=2, model_len=64, window=4), Chip(0, 1e3, 1e2, 1e1, 1.0)
-    forward = forward_of(MODEL, sizes, 2, 2, weights=10_000, bytes_per_token=7, chip=chip)
-    layer = 8 * 24 + 2 * 8 * 12 + 24 * 8 + 3 * 8 * 16
-    norms = 3 * (2 * 8) + 8
-    products = 2 * (3 * layer + norms) * 10 + 2 * 8 * 100 * 2 * 4
-    attention = 3 * 2 * 2 * 24 * 10 * 64
-    assert forward.tokens == 10
-    assert forward.flops == (products + attention) / 2
-    table = 100 * 8 * 2 * (not MODEL.tie_word_embeddings)
-    assert forward.least_bytes == 10_000 - table // 2 + 2 * 64 * 7
-    assert forward.sent_bytes == 2 * 3 * 10 * 8 * 2
-    slowest = max(forward.flops / 1e3 / PRODUCTS, forward.least_bytes / 1e2 / BANDWIDTH)
-    assert forward.expected == pytest.approx(slowest + forward.sent_bytes / 1e1)
-    assert forward.bound.seconds <= forward.expected
-    beside = forward_of(MODEL, sizes, 2, 2, 10_000, 7, chip, adapters=30)
-    assert beside.flops - forward.flops == 2 * 30 * 10 / 2
+    counted = forward(DecodeSizes(sequences=2, model_len=64, window=4))
+    layer = 256 * 1024 + 2 * 256 * 512 + 1024 * 256 + 3 * 256 * 512
+    norms = 3 * (2 * 256 + 2 * 128) + 256
+    products = 2 * (3 * layer + norms) * 10 + 2 * 256 * 1024 * 2 * 4
+    attention = 3 * 2 * 2 * 1024 * 10 * 64
+    assert counted.tokens == 10
+    assert counted.flops == (products + attention) / 2
+    assert counted.least_bytes == 10**7 - 1024 * 256 * 2 // 2 + 2 * 64 * 7
+    assert counted.sent_bytes == 2 * 3 * 10 * 256 * 2
+    slowest = max(counted.flops / 1e3 / PRODUCTS, counted.least_bytes / 1e2 / BANDWIDTH)
+    assert counted.expected == pytest.approx(slowest + counted.sent_bytes / 1e1)
+    assert counted.bound.seconds <= counted.expected
+    beside = forward(DecodeSizes(sequences=2, model_len=64, window=4), adapters=30)
+    assert beside.flops - counted.flops == 2 * 30 * 10 / 2
 
 
 def test_drafts_from_the_text_count_as_masks_do():
     """15 drafts behind the last token are as many tokens and rows as AR's one, 16 times."""
-    chip = Chip(0, 1e3, 1e2, 1e1, 1.0)
-    drafts, one = (
-        forward_of(MODEL, sizes, 2, 2, weights=10_000, bytes_per_token=7, chip=chip)
-        for sizes in (DecodeSizes(2, 64, 0, lookup=15), DecodeSizes(2, 64, 0))
-    )
+    drafts, one = forward(DecodeSizes(2, 64, 0, lookup=15)), forward(DecodeSizes(2, 64, 0))
     assert (drafts.tokens, one.tokens) == (32, 2)
     assert drafts.flops == 16 * one.flops
     assert drafts.least_bytes == one.least_bytes
 
 
-def test_a_model_is_a_folder_or_a_recipe(tmp_path):
-    recipe = read(str(ROOT / "configs" / "wedlm_8b.yaml"))
-    assert (recipe.num_hidden_layers, recipe.mask_token_id) == (36, 151665)
-    config = {"model_type": "wedlm", **recipe_architecture(recipe)}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert read(str(tmp_path)) == recipe
-    (tmp_path / "other.yaml").write_text("steps: 3\n", encoding="utf-8")
-    for source, message in [("other.yaml", "model.architecture"), ("no.yaml", "no such recipe")]:
-        with pytest.raises(InputError, match=message):
-            read(str(tmp_path / source))
-
-
-def test_a_drafter_is_a_folder_or_a_recipe(tmp_path):
-    recipe = read_drafter(str(ROOT / "configs" / "drafter.yaml"))
-    assert recipe == LoraConfig(32, 64, rows="masked", previous_rank=256)
-    config = {"r": 32, "lora_alpha": 64, "target_modules": list(recipe.targets)}
-    config["wedlm"] = {"previous_rank": 256}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert read_drafter(str(tmp_path)) == recipe
-    with pytest.raises(InputError, match="neither a drafter's folder nor a recipe"):
-        read_drafter(str(tmp_path / "none"))
-    with pytest.raises(InputError, match="expected a description of a drafter's adapters"):
-        read_drafter(str(ROOT / "configs" / "wedlm_8b.yaml"))
-
-
-def recipe_architecture(model):
+def config_of(model):
+    """The config.json of a model with these sizes."""
     fields = dataclasses.asdict(model)
     return {
         **{name: fields[name] for name in fields if name not in ("rope", "model_type")},
+        "model_type": "wedlm",
         "rope_theta": model.rope.theta,
         "eos_token_id": list(model.eos_token_ids),
     }
 
 
-def test_options_that_cannot_be_are_refused():
-    model = {"model": str(ROOT / "configs/wedlm_8b.yaml")}
-    for options, message in (
-        ({}, "needs --model"),
-        (model | {"window_size": "auto"}, "one --window-size"),
-        (model | {"batch_size": 0}, "--batch-size"),
+def test_a_model_and_a_drafter_are_folders_or_recipes(tmp_path):
+    model, drafter = read_model(RECIPE), read_drafter(str(ROOT / "configs" / "drafter.yaml"))
+    assert (model.num_hidden_layers, model.mask_token_id) == (36, 151665)
+    assert drafter == LoraConfig(32, 64, rows="masked", previous_rank=256)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(model)), encoding="utf-8")
+    assert read_model(str(tmp_path)) == model
+    config = {"r": 32, "lora_alpha": 64, "target_modules": list(drafter.targets)}
+    config["wedlm"] = {"previous_rank": 256}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert read_drafter(str(tmp_path)) == drafter
+    other = tmp_path / "other.yaml"
+    other.write_text("steps: 3\n", encoding="utf-8")
+    for read, source, message in (
+        (read_model, other, "model.architecture"),
+        (read_model, tmp_path / "no.yaml", "no such recipe"),
+        (read_drafter, tmp_path / "none", "neither a drafter's folder nor a recipe"),
+        (read_drafter, RECIPE, "expected a description of a drafter's adapters"),
     ):
         with pytest.raises(InputError, match=message):
-            main({"topology": "v5e:2x4", **options})
+            read(str(source))
 
 
-def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, capsys):
+def test_options_that_cannot_be_are_refused(monkeypatch, capsys):
     hide_libtpu(monkeypatch)
-    recipe = str(ROOT / "configs" / "wedlm_8b.yaml")
-    assert wedlm(["generate", "--compile-only", "--model", recipe]) == 2
-    assert capsys.readouterr() == ("", f"wedlm generate: {NO_LIBTPU}\n")
-
-
-SMALL = {
-    "model_type": "wedlm",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 1024,
-    "mask_token_id": 1000,
-    "eos_token_id": 1001,
-}
+    model = f"--model {RECIPE}"
+    for options, message in (
+        ("", "--compile-only needs --model"),
+        (f"{model} --window-size auto", "one --window-size"),
+        (f"{model} --batch-size 0", "--batch-size"),
+        (model, NO_LIBTPU),
+    ):
+        assert main(["generate", "--compile-only", *options.split()]) == 2
+        out, err = capsys.readouterr()
+        assert (out, message in err) == ("", True)
 
 
 @pytest.mark.full
@@ -140,7 +130,7 @@ SMALL = {
 )
 def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, options):
     """In a process of its own: the compiler's library wants one to itself."""
-    config = SMALL | {"model_type": family}
+    config = config_of(MODEL) | {"model_type": family}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     command = "-m wedlm_jax generate --compile-only --topology v5e:2x4 --batch-size 8"
     command += f" --max-model-len 192 --model {tmp_path}"
@@ -153,6 +143,5 @@ def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, 
     )
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as data 2 x tensor 4" in done.stdout
-    assert (
-        f"8 sequences of 192 tokens at most; {drafts}; pages of 128; rpa attention" in done.stdout
-    )
+    engine = f"8 sequences of 192 tokens at most; {drafts}; pages of 128; rpa attention"
+    assert engine in done.stdout

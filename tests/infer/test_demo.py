@@ -77,16 +77,16 @@ def test_the_picture_has_a_line_for_each_forward(tmp_path, capsys):
     picture = tmp_path / "demo.svg"
     assert infer.demo.main(["--record", str(picture)]) == 0
     assert capsys.readouterr().out.endswith(f"wrote {picture}\n")
-    drawn = picture.read_text(encoding="utf-8").replace("&#160;", " ")
+    first = picture.read_bytes()
+    drawn = first.decode().replace("&#160;", " ")
     assert drawn.startswith("<svg")
     assert "url(" not in drawn.replace("url(#", ""), "loads something from elsewhere"
     forwards = [int(n) for n in re.findall(r">forward (\d+)", drawn)]
     assert forwards[:2] == [1, 2]
     assert drawn.count(">answer") == 2
     assert len(re.findall(r"\(AR: \d+\)", drawn)) == 2
-    first = drawn
     assert infer.demo.main(["--record", str(picture)]) == 0
-    assert picture.read_text(encoding="utf-8").replace("&#160;", " ") == first
+    assert picture.read_bytes() == first
 
 
 BAD_OPTIONS = {
@@ -129,42 +129,28 @@ def cells(codec, committed, slots):
 
 
 def test_styled_tells_committed_filled_and_masked_apart(codec):
-    assert cells(codec, "ab", window(codec, "c_d_")) == [
-        ("ab", ""),
-        ("c", FILLED_STYLE),
-        (MASK, MASK_STYLE),
-        ("d", FILLED_STYLE),
-        (MASK, MASK_STYLE),
-    ]
+    mask = (MASK, MASK_STYLE)
+    shown = cells(codec, "ab", window(codec, "c_d_"))
+    assert shown == [("ab", ""), ("c", FILLED_STYLE), mask, ("d", FILLED_STYLE), mask]
+    brackets = "a\n[bold]x[/]"
+    assert cells(codec, brackets, []) == [(brackets, "")], "no markup"
 
 
-def test_styled_takes_text_for_text(codec):
-    """Square brackets in a completion are no markup."""
-    assert cells(codec, "a\n[bold]x[/]", []) == [("a\n[bold]x[/]", "")]
-
-
-def test_plain_is_one_line(codec):
+def test_plain_is_one_line_and_keeps_the_end_of_the_text(codec):
     line = plain(codec, codec.encode("a\nb"), window(codec, "c_\n_"))
     assert line == "a⏎b|[c]_[⏎]_"
+    for length in (0, 1, TAIL - 1, TAIL, TAIL + 1, 3 * TAIL):
+        committed = ("0123456789" * length)[:length]
+        tail = plain(codec, codec.encode(committed), window(codec, "_")).removesuffix("|_")
+        assert tail == (committed if length <= TAIL else "…" + committed[-(TAIL - 1) :])
 
 
-def test_every_filled_slot_shows_something(codec):
-    """A special token has no text, and a byte alone is no character."""
+def test_parts_of_characters_are_shown_in_slots_alone(codec):
+    """A special token has no text, and a byte alone is no character; every slot shows something."""
     end, mask, euro = codec.encode("<|im_end|><|mask|>€")[:3]
     slots = [end, mask, euro, None]
     assert plain(codec, [], slots) == "|[·][·][�]_"
     assert [piece for piece, _ in cells(codec, "", slots)] == ["", "·", "·", "�", MASK]
-
-
-def test_plain_keeps_the_end_of_the_text(codec):
-    for length in (0, 1, TAIL - 1, TAIL, TAIL + 1, 3 * TAIL):
-        committed = ("0123456789" * length)[:length]
-        tail = plain(codec, codec.encode(committed), window(codec, "_")).removesuffix("|_")
-        cut = "…" + committed[-(TAIL - 1) :]
-        assert tail == (committed if length <= TAIL else cut)
-
-
-def test_cut_off_character_is_not_shown_as_committed(codec):
     ids = codec.encode("x€")[:-1]
     assert plain(codec, ids, window(codec, "_")) == "x|_"
     assert styled(codec, ids).plain == "x"

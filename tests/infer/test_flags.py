@@ -9,14 +9,11 @@ from infer.flags import (
     NOT_FLAGS,
     add_decoding_options,
     add_flag,
-    as_flag,
-    field_list,
     flag,
     sampling_params,
 )
-from wedlm_jax.errors import InputError
 from wedlm_jax.option_values import Option
-from wedlm_jax.params import OPTIONS, SamplingParams
+from wedlm_jax.params import SamplingParams
 
 
 def parsed(*arguments):
@@ -62,6 +59,8 @@ def test_every_field_has_a_flag_that_gives_its_value():
     assert {*GIVEN, *NOT_FLAGS, "json_schema", "regex"} == fields
     arguments = [word for name, value in GIVEN.items() for word in words(name, value)]
     assert sampling_params(parsed(*arguments)) == SamplingParams(**GIVEN)
+    assert parsed() == {}
+    assert sampling_params({}) == SamplingParams()
 
 
 def test_grammars_have_flags(tmp_path):
@@ -88,27 +87,6 @@ def test_a_schema_that_cannot_be_read_is_told(tmp_path, capsys):
         err = capsys.readouterr().err
         assert sentence in err
         assert str(file) in err
-
-
-def test_without_flags_the_defaults_are_those_of_the_class():
-    assert parsed() == {}
-    assert sampling_params(parsed()) == SamplingParams()
-
-
-def test_help_says_what_the_field_says():
-    parser = argparse.ArgumentParser(prog="x", usage="x")
-    add_decoding_options(parser)
-    shown = " ".join(parser.format_help().split())
-    for name in {*OPTIONS} - {*NOT_FLAGS}:
-        assert " ".join(OPTIONS[name].help.split()) in shown
-        assert name in field_list("", 90)
-
-
-def test_a_message_names_the_flag():
-    with pytest.raises(InputError, match=r"^--top-p: expected"):
-        sampling_params({"top_p": 0})
-    assert as_flag("max_batch_size: expected 1") == "--batch-size: expected 1"
-    assert as_flag("nothing to do with it") == "nothing to do with it"
 
 
 def test_a_flag_that_is_on_by_default_can_be_turned_off():

@@ -1,19 +1,28 @@
-"""`wedlm generate` on one prompt: what goes to which stream, and what is refused."""
+"""`wedlm generate` on one prompt: what goes to which stream, and what is refused; its help has true
+defaults and choices, examples that work, and no wait."""
 
+import dataclasses
 import io
+import re
 import shlex
+import subprocess
 import sys
 
 import pytest
 
 from infer import generate
+from infer.flags import flag
 from infer.generate import _print_logprobs
+from infer.job.job import SHARD_SIZE
+from infer.job.shard_decoder import GRACE_SECONDS
 from tests.forward_sizes import two_sizes
 from wedlm_jax.__main__ import main
+from wedlm_jax.attention.ragged import RAGGED_BACKENDS
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
+from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.params import SamplingParams
+from wedlm_jax.params import MODES, OPTIONS, SamplingParams
 
 LOAD = generate.load
 SHAPE = ["--window-size", "4", "--max-tokens", "24", "--deterministic"]
@@ -60,25 +69,10 @@ def test_a_jobs_warm_up_compiles_what_its_other_options_need(checkpoint, tmp_pat
     assert llm.engine.num_programs == programs
 
 
-def test_options_reach_the_decoder(checkpoint, llm, capsys):
-    params = SamplingParams(
-        max_tokens=20,
-        temperature=0.9,
-        top_p=0.95,
-        top_k=50,
-        seed=11,
-        mode="paper",
-        entropy_threshold=None,
-        position_penalty=0.5,
-    )
-    (expected,) = llm.generate("the cat", params)
-    assert expected.text
-    options = "--max-tokens 20 --temperature 0.9 --top-p 0.95 --top-k 50 --seed 11 --mode paper"
-    options += " --entropy-threshold none --position-penalty 0.5"
-    assert run(checkpoint, "--prompt", "the cat", *options.split()) == 0
-    assert capsys.readouterr().out == f"{expected.text}\n"
+def test_a_stop_string_cuts_what_is_printed(checkpoint, llm, capsys):
+    (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24))
     stop = expected.text[5:8]
-    assert run(checkpoint, "--prompt", "the cat", *options.split(), "--stop", "never", stop) == 0
+    assert run(checkpoint, "--prompt", "the cat", "--stop", "never", stop) == 0
     assert capsys.readouterr().out == expected.text[: expected.text.index(stop)] + "\n"
 
 
@@ -234,3 +228,51 @@ def test_without_model_the_embedded_one(tmp_path, monkeypatch, capsys, checkpoin
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 2
     assert "no model is embedded in this installation" in capsys.readouterr().err
+
+
+# --- the help ----------------------------------------------------------------------------
+
+
+def test_help_says_what_the_fields_say_and_which_defaults_hold(capsys):
+    with pytest.raises(SystemExit) as exit_status:
+        main(["generate", "--help"])
+    assert exit_status.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    options, records = text.split("--input takes JSONL")
+    assert all(name in records for name in OPTIONS)
+    assert all(one.help in options for name, one in OPTIONS.items() if name != "logit_bias")
+    defaults = dataclasses.asdict(SamplingParams())
+    batch_size = f"{EngineConfig.max_batch_size}; 1 with --prompt, unless --n is above 1"
+    no_masks = "0 for a checkpoint that was not trained on masks"
+    for name, default in {
+        **{name: one for name, one in defaults.items() if type(one) in (int, float, str)},
+        "window_size": f"auto, but {DEFAULT_WINDOW} in mode paper; {no_masks}",
+        "batch_size": batch_size,
+        "shard_size": SHARD_SIZE,
+        "grace": GRACE_SECONDS,
+    }.items():
+        assert re.search(rf"{flag(name)} [^\[]*\[{re.escape(str(default))}\]", options), name
+
+
+def test_choices_of_the_help_are_those_of_the_library():
+    choices = {action.dest: action.choices for action in generate.parser()._actions}
+    assert (choices["mode"], choices["attention"]) == (MODES, tuple(RAGGED_BACKENDS))
+
+
+def test_examples_of_the_help_are_accepted():
+    examples = re.findall(r"wedlm generate (--.*?)(?: {3,}\(.*| && .*)?\n", generate.FILES)
+    assert len(examples) == generate.FILES.split("examples:")[1].count("wedlm generate") == 9
+    for example in examples:
+        options = vars(generate.parser().parse_args(shlex.split(example)))
+        generate._check_combination(options)
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from wedlm_jax.__main__ import main\n"
+        "try:\n    main(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'jax', 'numpy', 'flax', 'transformers', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

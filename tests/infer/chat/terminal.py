@@ -34,6 +34,12 @@ class Terminal:
     def type(self, text):
         os.write(self._own, text.encode())
 
+    def say(self, text, answer):
+        """Types a text at the prompt, and waits for the answer."""
+        self.wait_for(">")
+        self.type(text)
+        self.wait_for(answer)
+
     def press_ctrl_c(self):
         """Sends what the terminal driver sends, while the program does not read keys itself."""
         self._process.send_signal(signal.SIGINT)

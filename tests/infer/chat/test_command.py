@@ -14,6 +14,7 @@ from tests.infer.chat.terminal import Terminal
 from wedlm_jax.__main__ import main
 from wedlm_jax.completion import Completion
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.text import TextCodec
 
 SHAPE = ["--window-size", "4", "--max-tokens", "24", "--deterministic"]
 
@@ -24,10 +25,11 @@ def chat(checkpoint, lines, monkeypatch, *arguments):
 
 
 def test_a_pipe_is_answered_line_by_line(checkpoint, llm, monkeypatch, capsys):
-    lines = "the cat\n\n/mode fast\n/reset\none\\\ntwo\n/retry\n/quit\nnever\n"
+    lines = " /cat\n\n/mode fast\n/reset\none\\\ntwo\n/retry\n/quit\nnever\n"
     assert chat(checkpoint, lines, monkeypatch) == 0
     out, err = capsys.readouterr()
-    conversations = [[{"role": "user", "content": text}] for text in ("the cat", "one\ntwo")]
+    # A space before a slash makes it a message.
+    conversations = [[{"role": "user", "content": text}] for text in (" /cat", "one\ntwo")]
     first, second = llm.chat(conversations, SamplingParams(max_tokens=24))
     assert out == f"{first.text}\n{second.text}\n{second.text}\n"
     opening, took, refused, reset, *others = err.splitlines()
@@ -67,13 +69,9 @@ def test_ctrl_c_stops_an_answer_and_no_other(checkpoint, monkeypatch, capsys):
         signal.raise_signal(signal.SIGINT)  # as it was before
 
 
-def test_a_model_without_a_template_says_so(checkpoint, tmp_path, monkeypatch, capsys):
-    for file in checkpoint.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}'
-    )
-    assert chat(tmp_path, "the cat", monkeypatch) == 0
+def test_a_model_without_a_template_says_so(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(TextCodec, "has_chat_template", False)
+    assert chat(checkpoint, "the cat", monkeypatch) == 0
     out, err = capsys.readouterr()
     assert NO_TEMPLATE in err
     assert out.strip()
@@ -92,30 +90,28 @@ def test_options_that_cannot_be_are_told(capsys):
         assert message in capsys.readouterr().err
 
 
-def test_what_an_answer_took():
-    whole = Completion("a b", [5, 6, 2], "stop", 2, 9, num_cached_tokens=16)
-    assert figures(whole, 0.5, stopped=False) == (
-        "[3 tokens, 1.50 tokens per forward, 6 tokens/s, 16 cached]"
-    )
-    cut = Completion("a b", [5, 6], "length", 2, 9)
-    assert figures(cut, 0.5, stopped=False).endswith("0 cached, cut at the token limit]")
-    part = Completion("a b", [5, 6], None, 2, 9)
-    assert figures(part, 0.5, stopped=True).endswith("0 cached, stopped]")
+@pytest.mark.parametrize(
+    ("reason", "stopped", "end"),
+    [("stop", False, ""), ("length", True, ", cut at the token limit"), (None, True, ", stopped")],
+)
+def test_what_an_answer_took(reason, stopped, end):
+    answer = Completion("a b", [5, 6, 2], reason, 2, 9, num_cached_tokens=16)
+    line = f"[3 tokens, 1.50 tokens per forward, 6 tokens/s, 16 cached{end}]"
+    assert figures(answer, 0.5, stopped=stopped) == line
 
 
 def test_an_empty_answer_says_why(llm):
     end = llm.engine.config.eos_token_ids[0]
     name = repr(llm.tokenizer.convert_ids_to_tokens(end))
-    at_once = Completion("", [end], "stop", 1, 1)
-    assert empty(at_once, llm) == f"an empty answer: it ended at once, with {name}"
-    later = Completion(" \n", [7, end], "stop", 2, 2)
-    assert empty(later, llm) == (
-        f"an empty answer: it ended with {name} after 1 token without any visible text"
-    )
-    cut = Completion("", [7, 7], "length", 2, 2)
-    assert empty(cut, llm) == "an empty answer: 2 tokens without any visible text"
-    assert empty(Completion("a", [7], "stop", 1, 1), llm) is None
-    assert empty(Completion("", [7], None, 1, 1), llm) is None, "somebody stopped it"
+    for text, ids, reason, why in (
+        ("", [end], "stop", f"it ended at once, with {name}"),
+        (" \n", [7, end], "stop", f"it ended with {name} after 1 token without any visible text"),
+        ("", [7, 7], "length", "2 tokens without any visible text"),
+        ("a", [7], "stop", None),
+        ("", [7], None, None),  # somebody stopped it
+    ):
+        said = empty(Completion(text, ids, reason, 1, 1), llm)
+        assert said == (why and f"an empty answer: {why}")
 
 
 # --- at a terminal ------------------------------------------------------------------------
@@ -128,13 +124,9 @@ def test_a_person_at_a_terminal_stops_an_answer_and_goes_on(checkpoint, tmp_path
     arguments = ["-m", "wedlm_jax", "chat", "--model", str(checkpoint), *shape]
     with contextlib.closing(Terminal(arguments, tmp_path)) as terminal:
         terminal.wait_for(re.escape(WELCOME))
-        terminal.wait_for(">")
-        terminal.type("the cat\r")
-        terminal.wait_for(r"the cat[^\n]*\n")
+        terminal.say("the cat\r", r"the cat[^\n]*\n")
         terminal.press_ctrl_c()
-        terminal.wait_for(">")
-        terminal.type("/reset\r")
-        terminal.wait_for("forgotten")
+        terminal.say("/reset\r", "forgotten")
         terminal.wait_for(">")
         terminal.type("\x04")
         assert terminal.end() == 0

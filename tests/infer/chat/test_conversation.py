@@ -6,7 +6,7 @@ import json
 import pytest
 
 from infer.chat.conversation import Conversation
-from infer.chat.lines import ORDERS, follow, is_order
+from infer.chat.lines import ORDERS, follow
 from tests.examples.tiny_checkpoint import CONTEXT
 from wedlm_jax.completion import Completion
 from wedlm_jax.errors import InputError
@@ -263,8 +263,6 @@ BAD_ORDERS = {
 
 def test_orders_that_cannot_be_followed_are_told(llm, conversation):
     for line, message in BAD_ORDERS.items():
-        assert is_order(line)
         with pytest.raises(InputError, match=f"^{message}"):
             follow(line, conversation, llm)
         assert (conversation.params, conversation.window) == (PARAMS, None)
-    assert not is_order(" /etc/passwd"), "a space in front makes it a message"

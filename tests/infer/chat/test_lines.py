@@ -58,56 +58,29 @@ def test_without_prompt_toolkit_lines_are_read_all_the_same(tmp_path):
     with contextlib.closing(Terminal(["-c", WITHOUT_PROMPT_TOOLKIT], tmp_path)) as terminal:
         terminal.wait_for(re.escape(PLAIN))
         terminal.wait_for(re.escape(PLAIN_KEYS))
-        terminal.wait_for("> ")
-        terminal.type("one\\\rtwo\r")
-        terminal.wait_for(r"GOT 'one\\ntwo'")
-        terminal.wait_for("> ")
-        terminal.type("a line")
-        terminal.wait_for("a line")
+        terminal.say("one\\\rtwo\r", r"GOT 'one\\ntwo'")
+        terminal.say("a line", "a line")
         press_ctrl_c_until(terminal, "GIVEN UP")
-        terminal.wait_for("> ")
-        terminal.type("\x04")
-        terminal.wait_for("THE END")
+        terminal.say("\x04", "THE END")
         assert terminal.end() == 0
 
 
-@pytest.fixture
-def terminal(tmp_path):
+def test_what_is_pasted_is_one_message_and_lines_are_kept(tmp_path):
     with contextlib.closing(Terminal(["-c", READS], tmp_path)) as terminal:
         terminal.wait_for(re.escape(EDITED_KEYS))
-        terminal.wait_for(">")
-        yield terminal
-
-
-def test_what_is_pasted_is_one_message_and_lines_are_kept(terminal, tmp_path):
-    terminal.type("\x1b[200~the cat\nsat\x1b[201~\r")
-    terminal.wait_for(r"GOT 'the cat\\nsat'")
-    terminal.wait_for(">")
-    terminal.type("one\x1b\rtwo\r")  # Alt-Enter
-    terminal.wait_for(r"GOT 'one\\ntwo'")
-    terminal.wait_for(">")
-    terminal.type("\x1b[A\r")  # the line before, by the arrow key
-    terminal.wait_for(r"GOT 'one\\ntwo'")
-    terminal.wait_for(">")
-    terminal.type("\x04")
-    terminal.wait_for("THE END")
-    assert terminal.end() == 0
+        terminal.say("\x1b[200~the cat\nsat\x1b[201~\r", r"GOT 'the cat\\nsat'")
+        terminal.say("one\x1b\rtwo\r", r"GOT 'one\\ntwo'")  # Alt-Enter
+        terminal.say("\x1b[A\r", r"GOT 'one\\ntwo'")  # the line before, by the arrow key
+        terminal.say("a line\x03", "GIVEN UP")  # Ctrl-C
+        terminal.say("another\r", "GOT 'another'")
+        terminal.say("\x04", "THE END")
+        assert terminal.end() == 0
     history = tmp_path / "wedlm-jax" / "chat-history"
     assert "+the cat\n+sat\n" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0
 
 
-def test_ctrl_c_gives_a_line_up(terminal):
-    terminal.type("a line\x03")
-    terminal.wait_for("GIVEN UP")
-    terminal.wait_for(">")
-    terminal.type("another\r")
-    terminal.wait_for("GOT 'another'")
-
-
 def test_history_that_cannot_be_kept_is_done_without(tmp_path):
     (tmp_path / "wedlm-jax").write_text("a file where the folder would be")
     with contextlib.closing(Terminal(["-c", READS], tmp_path)) as terminal:
-        terminal.wait_for(">")
-        terminal.type("one\r")
-        terminal.wait_for("GOT 'one'")
+        terminal.say("one\r", "GOT 'one'")
