@@ -246,8 +246,8 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
     from infer.serve.app import make_app
     from infer.serve.http_server import REQUESTS, make_server
 
-    if not options.get("quiet"):
-        REQUESTS.setLevel(logging.INFO)
+    if options.get("quiet"):
+        REQUESTS.setLevel(logging.WARNING)
     host, port, *_ = sock.getsockname()
     shown = f"[{host}]" if ":" in host else host
     server = make_server(

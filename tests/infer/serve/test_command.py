@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx2
 import pytest
@@ -189,23 +189,19 @@ def test_sigterm_under_load_and_kill_and_restart(checkpoint):
 
 
 def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason():
-    sent, ended = [], []
+    sent, answer = [], Mock()
 
     async def events():
         yield b"data: 1\n\n"
-        await asyncio.sleep(60)
-
-    async def nothing():
         await asyncio.sleep(60)
 
     async def send(message):
         sent.append(message.get("body"))
 
     async def cut_off():
-        stream = EventStream.__new__(EventStream)
-        stream._answer, stream._events = SimpleNamespace(end=lambda: ended.append(True)), events()
-        stream.raw_headers = []
-        task = asyncio.create_task(stream({}, nothing, send))
+        stream = EventStream(answer, Mock())
+        stream._events = events()
+        task = asyncio.create_task(stream({}, lambda: asyncio.sleep(60), send))
         await asyncio.sleep(0.05)
         task.cancel()  # as uvicorn does
         await task
@@ -214,7 +210,7 @@ def test_a_stream_that_takes_longer_than_the_grace_ends_with_the_reason():
     assert sent[:2] == [None, b"data: 1\n\n"]
     assert b"the server is shutting down" in sent[2]
     assert sent[2].endswith(b"data: [DONE]\n\n")
-    assert ended
+    answer.end.assert_called_once()
 
 
 @pytest.mark.full
@@ -234,20 +230,16 @@ def test_what_takes_longer_than_the_grace_is_cut_off(checkpoint):
         assert "the server is shutting down" in answer.json()["error"]["message"]
 
 
-def test_quiet_turns_the_lines_off(monkeypatch):
-    service = SimpleNamespace(
-        engine=SimpleNamespace(programs=SimpleNamespace(is_compiling=False)),
-        options=SimpleNamespace(model="the-model"),
-    )
-    server = SimpleNamespace(run=lambda sockets: None)
-    monkeypatch.setattr("infer.serve.http_server.make_server", lambda *_, **__: server)
-    monkeypatch.setattr("infer.serve.app.make_app", lambda service: None)
-    levels = []
-    monkeypatch.setattr(REQUESTS, "setLevel", levels.append)
+def test_quiet_turns_the_lines_off(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "wedlm.serve")  # as the command sets it
+    caplog.set_level(logging.NOTSET, REQUESTS.name)
+    monkeypatch.setattr("infer.serve.http_server.make_server", Mock())
+    monkeypatch.setattr("infer.serve.app.make_app", Mock())
+    service = Mock(**{"engine.programs.is_compiling": False})
     with command.listening_socket("127.0.0.1", 0) as sock:
-        for flags, expected in ((["--quiet"], []), ([], [logging.INFO])):
+        for flags, logged in (([], True), (["--quiet"], False)):
             assert command.serve(service, sock, vars(command.parser().parse_args(flags))) == 0
-            assert levels == expected
+            assert REQUESTS.isEnabledFor(logging.INFO) == logged
 
 
 def test_only_long_waits_are_logged(caplog, monkeypatch):
