@@ -24,7 +24,6 @@ from wedlm_jax.engine.loop import Caller
 from wedlm_jax.generation import Handle, sample_params
 
 if TYPE_CHECKING:
-    from wedlm_jax.params import SamplingParams
     from wedlm_jax.text import TextCodec
 
 PATIENCE = 15.0
@@ -39,11 +38,7 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """A sequence being decoded.
-
-    Attributes:
-      trace: its trace, if requested.
-    """
+    """A sequence being decoded, with its trace if one is requested."""
 
     index: int
     handle: Handle
@@ -91,13 +86,10 @@ class Answer:
         self._choices: dict[Handle, _Choice] = {}
 
     def begin(self) -> None:
-        """Submits all sequences to the engine.
-
-        Raises:
-          ApiError: there is no room for them.
-        """
+        """Submits all sequences to the engine. Raises `ApiError` if there is no room for them."""
         call = self._call
         self._capacity.enter(call.num_choices)
+        window = self._engine.engine.window_size if call.window is None else call.window
         for token_ids, params in call.prompts:
             for one in sample_params(params):
                 handle = Handle(
@@ -110,7 +102,9 @@ class Answer:
                     traced=call.traced,
                     growing=call.streamed,
                 )
-                trace = self._trace(one, len(token_ids)) if call.traced else None
+                trace = None
+                if call.traced:
+                    trace = SequenceTrace(self._codec, one, len(token_ids), window)
                 times, index = SequenceTimes(self.metrics), len(self._choices)
                 self._choices[handle] = _Choice(index, handle, times, trace)
         self.metrics.prompt_tokens.inc(call.num_prompt_tokens)
@@ -144,11 +138,7 @@ class Answer:
             yield [piece for piece in news if piece is not None]
 
     async def wholes(self) -> list[Piece]:
-        """Waits for all choices, and returns each as one piece.
-
-        Raises:
-          Exception: the cause if a sequence failed.
-        """
+        """Returns each choice as one piece when all are over. Raises the cause if one failed."""
         while not self.is_over:
             self._take(await self._events.get())
         pieces = []
@@ -166,12 +156,6 @@ class Answer:
     def __str__(self) -> str:
         made = sum(handle.counts.tokens for handle in self._choices)
         return f"{self._call.num_prompt_tokens} tokens in, {made} out"
-
-    def _trace(self, params: SamplingParams, prompt_tokens: int) -> SequenceTrace:
-        window: int | str | None = self._call.window
-        if window is None:
-            window = self._engine.engine.window_size
-        return SequenceTrace(self._codec, params, prompt_tokens, window)
 
     def _take(self, events: Sequence[Event]) -> list[_Choice]:
         """Hands events to their choices; returns the choices that may have news."""
@@ -207,29 +191,34 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Starlette's own method makes a task group for each answer; one task is cheaper.
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        watch = asyncio.create_task(self._end_with_client(receive))
-        try:
-            async with contextlib.aclosing(self._events):
-                await send(head)
-                async for body in self._events:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except asyncio.CancelledError:  # by uvicorn, when the grace period is over
-            last = _event(ApiError(503, "the server is shutting down").body) + DONE
-            await send({"type": "http.response.body", "body": last, "more_body": False})
-        finally:
-            watch.cancel()
-            self._answer.end()
-
-    async def _end_with_client(self, receive: Receive) -> None:
-        await client_gone(receive)
-        self._answer.end()
+        async with ending_with_client(self._answer, receive):
+            try:
+                async with contextlib.aclosing(self._events):
+                    await send(head)
+                    async for body in self._events:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except asyncio.CancelledError:  # by uvicorn, when the grace period is over
+                last = _event(ApiError(503, "the server is shutting down").body) + DONE
+                await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def client_gone(receive: Receive) -> None:
-    """Waits until the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+@contextlib.asynccontextmanager
+async def ending_with_client(answer: Answer, receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+    """Ends an answer at the end of the context, or as soon as the client has closed its connection;
+    yields a task that is done then."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        answer.end()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield watching
+    finally:
+        watching.cancel()
+        answer.end()
 
 
 async def _events_of(answer: Answer, shape: TextShape) -> AsyncGenerator[bytes, None]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -19,11 +19,11 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 
-from infer.serve.answer import Answer, EventStream, client_gone
+from infer.serve.answer import Answer, EventStream, ending_with_client
 from infer.serve.calls import Calls, Capacity
 from infer.serve.errors import ApiError
 from infer.serve.fields import ChatRequest, CompletionRequest, error_of_fields
-from infer.serve.http_server import Outcomes, body_limits, key_check
+from infer.serve.http_server import body_limits, key_check, outcomes
 from infer.serve.metrics import Metrics
 from infer.serve.served_engine import ServedEngine
 from infer.serve.shapes import RESPONSES, ChatShape, LogprobShapes, TextShape
@@ -32,24 +32,12 @@ from wedlm_jax.errors import shortened
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
-
     from wedlm_jax.llm import LLM
-
-T = TypeVar("T")
 
 DESCRIPTION = """Causal diffusion language models behind OpenAI's API. Sampling fields are described
 in docs/sampling.md of wedlm-jax."""
 
-PATHS = (
-    "/",
-    "/health",
-    "/metrics",
-    "/openapi.json",
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-)
+PATHS = ("/", "/openapi.json", *(path for path in RESPONSES if "{" not in path))
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection before the answer."""
 
@@ -89,11 +77,7 @@ class Options:
 
 
 class Service:
-    """A model behind the API.
-
-    Args:
-      llm: the model; only this service may step its engine.
-    """
+    """A model behind the API. Only this service may step the model's engine."""
 
     def __init__(self, llm: LLM, options: Options):
         self.options, self._codec = options, llm.codec
@@ -111,11 +95,8 @@ class Service:
         }
 
     async def answer(self, request: Request, body: Any, kind: type[TextShape]) -> Response:
-        """Decodes what a body requests and sends it, whole or as a stream.
-
-        Raises:
-          Exception: the cause of a failure, if nothing has been sent yet.
-        """
+        """Decodes what a body requests and sends it, whole or as a stream. Raises the cause of a
+        failure if nothing has been sent yet."""
         call = await self.calls.read(body)
         shape = kind(call, self.options.model, self._logprobs)
         answer = Answer(
@@ -130,13 +111,11 @@ class Service:
         request.state.decoded = answer, shape.id  # for the log
         if call.streamed:
             return EventStream(answer, shape)
-        try:
-            pieces = await _unless_gone(request, answer.wholes())
-        finally:
-            answer.end()
-        if pieces is None:
-            return Response(status_code=CLIENT_GONE)
-        return JSONResponse(shape.whole(pieces))
+        async with ending_with_client(answer, request.receive) as gone:
+            pieces = await answer.wholes()
+            if gone.done():
+                return Response(status_code=CLIENT_GONE)
+            return JSONResponse(shape.whole(pieces))
 
     @contextlib.asynccontextmanager
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
@@ -153,18 +132,6 @@ class Service:
         while True:
             self.metrics.note_totals()
             await asyncio.sleep(1)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """Waits for ``work``; returns None as soon as the client is gone."""
-    task = asyncio.create_task(work)
-    gone = asyncio.create_task(client_gone(request.receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        gone.cancel()
 
 
 def make_app(service: Service) -> FastAPI:
@@ -188,7 +155,7 @@ def make_app(service: Service) -> FastAPI:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    app.add_middleware(Outcomes, metrics=service.metrics, paths=PATHS)
+    app.add_middleware(outcomes, metrics=service.metrics, paths=PATHS)
     _add_error_handlers(app)
     _add_routes(app, service)
     return app

@@ -65,12 +65,7 @@ class Call:
 
 
 class Capacity:
-    """Limits the number of open sequences: those that run and a queue of waiting ones.
-
-    Args:
-      running: maximum number of sequences that decode together.
-      queued: maximum number of sequences that wait.
-    """
+    """Limits the number of open sequences: ``running`` decode together, and ``queued`` wait."""
 
     def __init__(self, running: int, queued: int):
         self._most = running + queued
@@ -85,11 +80,7 @@ class Capacity:
             )
 
     def enter(self, count: int) -> None:
-        """Opens sequences.
-
-        Raises:
-          ApiError: 429 with Retry-After, if there is no room for all of them now.
-        """
+        """Opens sequences, or raises an `ApiError` (429, with Retry-After) if not all fit now."""
         excess = self._open + count - self._most
         if excess > 0:
             seconds = self._seconds_until(excess)
@@ -145,11 +136,8 @@ class Calls:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def read(self, body: Any) -> Call:
-        """Returns the call for a body, a `CompletionRequest` or a `ChatRequest`.
-
-        Raises:
-          ApiError: a field is bad; the error names it.
-        """
+        """Returns the call for a body, a `CompletionRequest` or a `ChatRequest`. Raises `ApiError`,
+        which names the field, if one is bad."""
         try:
             return await self._read(body)
         except InputError as error:

@@ -23,11 +23,9 @@ class ApiError(Exception):
     """Ends a request with an error status.
 
     Attributes:
-      status: HTTP status.
       message: one sentence for the caller.
       param: the bad field, if there is one.
       code: the API's own name of the error, if it has one.
-      headers: HTTP headers of the answer.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 from urllib.parse import quote
 
@@ -63,7 +63,7 @@ def make_server(
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=False,  # `Outcomes` logs requests
+        access_log=False,  # `outcomes` logs requests
         server_header=False,
         timeout_graceful_shutdown=grace,  # type: ignore[arg-type]
     )
@@ -189,19 +189,17 @@ class _Timer:
 # --- middleware ---------------------------------------------------------------------------
 
 
-class Outcomes:
-    """Counts answers by status, logs them, and turns any exception into an answer.
+def outcomes(app: ASGIApp, metrics: Metrics, paths: Collection[str]) -> ASGIApp:
+    """Returns an application that counts answers by status, logs them, and turns any exception into
+    an answer.
 
     Args:
       paths: paths of the routes; calls to others are counted together.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: tuple[str, ...]):
-        self._app, self._metrics, self._paths = app, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def counted_and_logged(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         status, begun = None, time.monotonic()
         state = scope.setdefault("state", {})
@@ -210,12 +208,12 @@ class Outcomes:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                self._metrics.calls.labels(path, str(status)).inc()
+                path = scope["path"] if scope["path"] in paths else "other"
+                metrics.calls.labels(path, str(status)).inc()
             await send(message)
 
         try:
-            await self._app(scope, receive, noted)
+            await app(scope, receive, noted)
         except asyncio.CancelledError:
             # By uvicorn, when the grace period is over.
             if status is not None:
@@ -224,7 +222,7 @@ class Outcomes:
         except Exception as error:
             answer = as_api_error(error)
             if answer.status >= 500:
-                self._metrics.errors.inc()
+                metrics.errors.inc()
             if status is None:
                 await answer.response(scope, receive, noted)
         finally:
@@ -235,6 +233,8 @@ class Outcomes:
                 seconds = time.monotonic() - begun
                 line = f"{scope['method']} {path} {status or 'cut'} {seconds:.3f} s"
                 REQUESTS.info(", ".join([line, *map(str, state.get("decoded", ()))]))
+
+    return counted_and_logged
 
 
 def key_check(app: ASGIApp, key: str) -> ASGIApp:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,22 +21,12 @@ WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 RECENT_SECONDS = 60.0
 RECENT = {
-    "tokens_per_second": "Completion tokens per second",
-    "tokens_per_forward": "Tokens over decode forwards of their sequences",
-    "p_cache": "Tokens over window slots that were run",
-    "draft_acceptance": "Drafts committed over drafts checked",
+    "tokens_per_second": ("Completion tokens per second", "tokens", "seconds"),
+    "tokens_per_forward": ("Tokens over decode forwards of their sequences", "tokens", "forwards"),
+    "p_cache": ("Tokens over window slots that were run", "tokens", "instances"),
+    "draft_acceptance": ("Drafts committed over drafts checked", "accepted", "drafts"),
 }
-"""Figures of the last minute."""
-
-
-class Totals(NamedTuple):
-    """Counts since the server started."""
-
-    tokens: float
-    forwards: float
-    instances: float
-    drafts: float
-    accepted: float
+"""Figures of the last minute: what each is, and the totals whose increases are divided."""
 
 
 class Metrics(Collector):
@@ -87,13 +76,11 @@ class Metrics(Collector):
 
         masks, masks_accepted, lookup, lookup_accepted = self._engine.engine.device.drafts
         self._recent.note(
-            Totals(
-                tokens=value(self.completion_tokens),
-                forwards=value(self.sequence_forwards),
-                instances=value(self.token_instances),
-                drafts=masks + lookup,
-                accepted=masks_accepted + lookup_accepted,
-            )
+            tokens=value(self.completion_tokens),
+            forwards=value(self.sequence_forwards),
+            instances=value(self.token_instances),
+            drafts=masks + lookup,
+            accepted=masks_accepted + lookup_accepted,
         )
 
     def collect(self) -> Iterator[Metric]:
@@ -127,7 +114,7 @@ class Metrics(Collector):
         yield _counter("compile_seconds", "Time spent compiling", served.engine.compile_seconds)
         yield _counter("engine_restarts", "Restarts after an exception in a step", served.restarts)
         for name, value in self._recent.figures().items():
-            yield _gauge(name, f"{RECENT[name]}, in the last minute", value)
+            yield _gauge(name, f"{RECENT[name][0]}, in the last minute", value)
 
 
 def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
@@ -170,28 +157,22 @@ class Recent:
     """Figures of the last minute, from totals that are noted once a second."""
 
     def __init__(self) -> None:
-        self._notes: collections.deque[tuple[float, Totals]] = collections.deque()
+        self._notes: collections.deque[dict[str, float]] = collections.deque()
 
-    def note(self, totals: Totals) -> None:
-        """Records the current totals."""
+    def note(self, **totals: float) -> None:
+        """Records the current totals, under the names in `RECENT`."""
         now = time.monotonic()
-        self._notes.append((now, totals))
-        while now - self._notes[0][0] > RECENT_SECONDS:
+        self._notes.append({"seconds": now, **totals})
+        while now - self._notes[0]["seconds"] > RECENT_SECONDS:
             self._notes.popleft()
 
     def figures(self) -> dict[str, float]:
         """Returns the figures; 0 where nothing has happened."""
-        if len(self._notes) < 2:
+        if not self._notes:
             return dict.fromkeys(RECENT, 0.0)
-        (start, before), *_, (end, after) = self._notes
-        new = Totals(*(b - a for a, b in zip(before, after, strict=True)))
-
-        def over(part: float, whole: float) -> float:
-            return part / whole if whole else 0.0
-
+        first, last = self._notes[0], self._notes[-1]
+        new = {name: last[name] - first[name] for name in last}
         return {
-            "tokens_per_second": over(new.tokens, end - start),
-            "tokens_per_forward": over(new.tokens, new.forwards),
-            "p_cache": over(new.tokens, new.instances),
-            "draft_acceptance": over(new.accepted, new.drafts),
+            name: new[part] / new[whole] if new[whole] else 0.0
+            for name, (_, part, whole) in RECENT.items()
         }

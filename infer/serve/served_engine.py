@@ -31,9 +31,6 @@ class Programs:
     Args:
       engine: stepped by the caller, in its own thread.
       on_change: called in the other thread when a compilation ends.
-
-    Attributes:
-      is_compiling: whether a compilation is running.
     """
 
     def __init__(self, engine: Engine, on_change: Callable[[], None]):

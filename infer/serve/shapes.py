@@ -34,9 +34,7 @@ class TextShape:
     """Builds the answer to a call of /v1/completions.
 
     Args:
-      call: the call to answer.
       model: the model's name in the API.
-      logprobs: builds log-probabilities.
       identity: the end of the answer's id, and its creation time; by default a random id and now.
     """
 

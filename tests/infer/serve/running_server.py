@@ -12,6 +12,14 @@ from infer.serve.http_server import make_server
 MODEL = "the-model"
 
 
+def wait_until(holds, seconds=20, what="it does not come to hold"):
+    """Waits until something holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
 class RunningServer:
     """What a test needs of a server.
 
@@ -24,13 +32,6 @@ class RunningServer:
         self.port, self.service = port, service
         self.url = f"http://127.0.0.1:{port}"
 
-    def wait(self, holds, seconds=20):
-        """Waits until something holds."""
-        deadline = time.monotonic() + seconds
-        while not holds():
-            assert time.monotonic() < deadline, "it does not come to hold"
-            time.sleep(0.01)
-
     def wait_until_idle(self):
         """Waits until nothing is under way, and asserts that no page is held."""
         engine = self.service.engine
@@ -39,7 +40,7 @@ class RunningServer:
             now = engine.counters
             return now.running == now.waiting == now.pages_used == 0 and not engine.is_busy
 
-        self.wait(idle)
+        wait_until(idle)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """A request's fields follow from those of `SamplingParams`; a bad one is named in the answer."""
 
-import dataclasses
 import json
 
 import httpx2
@@ -24,14 +23,14 @@ DEFAULTS = SamplingParams(seed=None)
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-def params_of(**fields):
-    body = CompletionRequest(prompt="x", **fields)
+def params_of(kind=CompletionRequest, **fields):
+    asked = {"prompt": "x"} if kind is CompletionRequest else {"messages": MESSAGES}
+    body = kind(**asked, **fields)
     return sampling_of(sampling_given(body), DEFAULTS, 1000)
 
 
 def chat_params_of(**fields):
-    body = ChatRequest(messages=MESSAGES, **fields)
-    return sampling_of(sampling_given(body), DEFAULTS, 1000)
+    return params_of(ChatRequest, **fields)
 
 
 def test_every_field_of_sampling_is_a_field_of_both():
@@ -115,13 +114,6 @@ def test_what_is_not_supported_may_be_given_if_it_asks_for_nothing():
     assert params_of(**{name: {"any": ["thing"]} for name in IGNORED}) == params_of()
 
 
-def test_there_is_a_type_for_every_kind_of_field():
-    """A new number needs nothing here; any other kind is told apart by its default."""
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert len(CompletionRequest.model_fields) == len(OPTIONS) + len(IGNORED) + len(REFUSED) + 9
-    assert names == OPTIONS.keys()
-
-
 # --- refusals, over HTTP ------------------------------------------------------------------
 
 PROMPT = "prompt: expected a text, a list of token ids, a list of texts, or a list of lists of"
@@ -137,7 +129,6 @@ TEXT_FIELDS = [
     ({"seed": "1"}, "seed: input should be a valid integer"),
     ({"ignore_eos": 1}, "ignore_eos: input should be a valid boolean"),
     ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temp"),
-    ({"max_tokens": 1.5}, "max_tokens: input should be a valid integer"),
     ({"max_tokens": 9999}, "max_tokens 9999 exceed max_model_len 1024"),
     ({"prompt": "cat " * 2000}, "exceed max_model_len 1024"),
     ({"prompt": []}, "prompt: expected at least one"),
@@ -247,21 +238,17 @@ def test_a_body_that_is_no_request(server):
 
 def test_openai_s_exceptions(client):
     ask = client.completions.create
-    with pytest.raises(openai.BadRequestError, match="top_p") as bad:
-        ask(model=MODEL, prompt="x", top_p=2)
-    assert bad.value.param == "top_p"
     with pytest.raises(openai.BadRequestError) as bad:
         ask(model=MODEL, prompt=[5] * 2000)
-    assert bad.value.code == "context_length_exceeded"
+    assert (bad.value.param, bad.value.code) == ("prompt", "context_length_exceeded")
     with pytest.raises(openai.NotFoundError, match="no model 'gpt' here") as bad:
         ask(model="gpt", prompt="x")
     assert bad.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings"):
-        client.embeddings.create(model=MODEL, input="x")
 
 
 def test_a_path_or_a_method_that_is_not_there(server):
-    for method, path, status in (("GET", "/nowhere", 404), ("GET", "/v1/completions", 405)):
+    for call, status in (("POST /v1/embeddings", 404), ("GET /v1/completions", 405)):
+        method, path = call.split()
         response = httpx2.request(method, server.url + path)
         assert response.status_code == status
-        assert path in response.json()["error"]["message"]
+        assert call in response.json()["error"]["message"]

@@ -8,15 +8,15 @@ import logging
 import re
 import socket
 import time
+from unittest.mock import Mock, call
 
 import httpx2
-import openai
 import pytest
 from openai import OpenAI
 
 from infer.serve.command import listening_socket
 from infer.serve.http_server import REQUESTS, JoinedWrites
-from tests.infer.serve.running_server import MODEL, running_server
+from tests.infer.serve.running_server import MODEL, running_server, wait_until
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "window_size": 0}
 """An answer that takes a while."""
@@ -41,6 +41,11 @@ def head(path="/v1/completions", **headers):
     lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode()
+
+
+def asking(**fields):
+    body = json.dumps(LONG | fields).encode()
+    return head(Content_Length=len(body)) + body
 
 
 def everything(sock):
@@ -131,26 +136,24 @@ def test_a_body_that_is_too_large(strict):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_nobody_waits_for_ends_at_once(strict, stream):
-    body = json.dumps(LONG | {"stream": stream}).encode()
     with connect(strict) as sock:
-        sock.sendall(head(Content_Length=len(body)) + body)
+        sock.sendall(asking(stream=stream))
         if stream:
             assert b"data:" in sock.recv(4096) + sock.recv(4096)
-        strict.wait(lambda: strict.service.engine.counters.running == 1)
+        wait_until(lambda: strict.service.engine.counters.running == 1)
     strict.wait_until_idle()
     still_answers(strict)
 
 
 def test_a_client_that_never_reads_is_dropped(offline):
     """Its answer is larger than what the system keeps for it."""
-    body = {"prompt": ["a", "b"], "n": 4, "temperature": 0.7, "stream": True}
-    data = json.dumps(LONG | body | {"logprobs": 4, "return_token_ids": True}).encode()
+    large = {"prompt": ["a", "b"], "n": 4, "temperature": 0.7, "logprobs": 4, "stream": True}
     with running_server(offline, client_timeout=0.5, send_buffer=4096) as server:
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", server.port))
-            sock.sendall(head(Content_Length=len(data)) + data)
-            server.wait(lambda: server.service.engine.counters.running > 0)
+            sock.sendall(asking(**large, return_token_ids=True))
+            wait_until(lambda: server.service.engine.counters.running > 0)
             server.wait_until_idle()
         metrics = httpx2.get(f"{server.url}/metrics").text
         assert re.search(r"wedlm_sequences_aborted_total [1-8]\.", metrics)
@@ -159,13 +162,12 @@ def test_a_client_that_never_reads_is_dropped(offline):
 
 def test_a_full_queue_says_when_to_come_again(strict):
     """Four decode and two wait; the seventh is told."""
-    bodies = json.dumps(LONG).encode()
     engine = strict.service.engine
     with contextlib.ExitStack() as stack:
         for _ in range(6):
             sock = stack.enter_context(connect(strict))
-            sock.sendall(head(Content_Length=len(bodies)) + bodies)
-        strict.wait(lambda: engine.counters.running + engine.counters.waiting == 6)
+            sock.sendall(asking())
+        wait_until(lambda: engine.counters.running + engine.counters.waiting == 6)
         answer = httpx2.post(f"{strict.url}/v1/completions", json=LONG)
         assert answer.status_code == 429
         assert int(answer.headers["Retry-After"]) >= 1
@@ -200,7 +202,7 @@ def test_an_answer_has_a_line_with_what_it_took(server, client, lines):
     messages = [{"role": "user", "content": "Once upon a time"}]
     asked = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 6}
     *_, last = client.chat.completions.create(model=MODEL, messages=messages, **asked)
-    server.wait(lambda: len(lines) == 2)
+    wait_until(lambda: len(lines) == 2)
     paths = ("/v1/completions", "/v1/chat/completions")
     for line, path, one in zip(lines, paths, (whole, last), strict=True):
         counts = f"{one.usage.prompt_tokens} tokens in, {one.usage.completion_tokens} out, {one.id}"
@@ -209,7 +211,7 @@ def test_an_answer_has_a_line_with_what_it_took(server, client, lines):
     for path in ("/health", "/metrics", "/v1/models", "/no%0Asuch%20path?key=secret"):
         httpx2.get(server.url + path)  # probes have no lines
     httpx2.post(f"{server.url}/v1/completions", json={"prompt": "secret", "top_p": 9})
-    server.wait(lambda: len(lines) == 3)
+    wait_until(lambda: len(lines) == 3)
     expected = ("GET /v1/models 200", "GET /no%0Asuch%20path 404", "POST /v1/completions 400")
     for line, beginning in zip(lines, expected, strict=True):
         assert re.fullmatch(rf"INFO {re.escape(beginning)} {SECONDS}", line), line
@@ -220,21 +222,24 @@ def test_an_answer_has_a_line_with_what_it_took(server, client, lines):
 
 def test_a_key_is_wanted_where_one_is_set(offline):
     with running_server(offline, api_key="s3cret") as server:
-        for key in ("wrong", "", "s3cre", "s3cret2"):
-            with (
-                OpenAI(base_url=f"{server.url}/v1", api_key=key or "-", max_retries=0) as client,
-                pytest.raises(openai.AuthenticationError, match="expected the server's API key"),
-            ):
-                client.models.list()
         with OpenAI(base_url=f"{server.url}/v1", api_key="s3cret") as client:
             client.models.list()
         for path in ("/", "/health", "/metrics", "/v1/models", "/openapi.json", "/nowhere"):
             status = httpx2.get(server.url + path).status_code
             assert status == (200 if path in ("/", "/health") else 401)
-        for scheme in ("Basic s3cret", "s3cret", "Bearer"):
-            answer = httpx2.get(f"{server.url}/metrics", headers={"Authorization": scheme})
+        wrong = (
+            "Bearer wrong",
+            "Bearer s3cre",
+            "Bearer s3cret2",
+            "Bearer",
+            "Basic s3cret",
+            "s3cret",
+        )
+        for given in wrong:
+            answer = httpx2.get(f"{server.url}/metrics", headers={"Authorization": given})
             assert answer.status_code == 401
             assert answer.headers["WWW-Authenticate"] == "Bearer"
+            assert answer.json()["error"]["type"] == "authentication_error"
 
 
 def test_pages_of_other_origins_are_let_in_only_where_named(server, offline):
@@ -261,53 +266,33 @@ def test_pieces_of_an_answer_go_out_at_once():
     """A connection without TCP_NODELAY holds a piece back until the last is acknowledged."""
 
     async def accepted():
-        seen = asyncio.get_running_loop().create_future()
-
-        async def connected(_, writer):
-            option = writer.get_extra_info("socket").getsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY
-            )
-            seen.set_result(option)
-            writer.close()
-
+        writers = asyncio.Queue()
         with listening_socket("127.0.0.1", 0) as sock:
-            async with await asyncio.start_server(connected, sock=sock):
-                _, writer = await asyncio.open_connection(*sock.getsockname())
-                result = await seen
-                writer.close()
-                return result
+            server = await asyncio.start_server(lambda _, one: writers.put_nowait(one), sock=sock)
+            async with server:
+                _, ours = await asyncio.open_connection(*sock.getsockname())
+                with contextlib.closing(ours), contextlib.closing(await writers.get()) as theirs:
+                    connection = theirs.get_extra_info("socket")
+                    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     assert asyncio.run(accepted())
 
 
 def test_writes_of_one_turn_are_one_system_call():
-    class Transport:
-        def __init__(self):
-            self.sent, self.closed = [], False
-
-        def write(self, data):
-            self.sent.append(data)
-
-        def close(self):
-            self.closed = True
-
-        def is_closing(self):
-            return self.closed
-
-    async def write():
-        transport = Transport()
+    async def calls():
+        transport = Mock(**{"is_closing.return_value": False})
         joined = JoinedWrites(transport)
         joined.write(b"head ")
         joined.write(b"piece")
-        assert not transport.sent
+        assert not transport.method_calls
         await asyncio.sleep(0)
         joined.write(b" end")
-        joined.close()  # what was written before goes out first
-        assert transport.sent == [b"head piece", b" end"]
-        await asyncio.sleep(0)
+        joined.close()
+        transport.is_closing.return_value = True
         joined.write(b"too late")
         await asyncio.sleep(0)
-        assert transport.sent == [b"head piece", b" end"]
-        return joined.is_closing()
+        return [one for one in transport.method_calls if one != call.is_closing()]
 
-    assert asyncio.run(write())
+    # What was written before the end goes out first.
+    expected = [call.write(b"head piece"), call.write(b" end"), call.close()]
+    assert asyncio.run(calls()) == expected

@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from infer.serve import metrics
-from infer.serve.metrics import Recent, Totals
+from infer.serve.metrics import Recent
 from tests.infer.serve.running_server import MODEL
 
 
@@ -65,9 +65,10 @@ def test_figures_of_the_last_minute(monkeypatch):
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     recent = Recent()
     assert set(recent.figures().values()) == {0.0}
+    names = ("tokens", "forwards", "instances", "drafts", "accepted")
     for second in range(200):
         now = float(second)
-        recent.note(Totals(6.0 * second, 2.0 * second, 12.0 * second, 8.0 * second, 4.0 * second))
+        recent.note(**{name: second * x for name, x in zip(names, (6, 2, 12, 8, 4), strict=True)})
     assert recent.figures() == {
         "tokens_per_second": 6,
         "tokens_per_forward": 3,
@@ -76,5 +77,5 @@ def test_figures_of_the_last_minute(monkeypatch):
     }
     for second in range(200, 300):
         now = float(second)
-        recent.note(Totals(*[1e4] * 5))
+        recent.note(**dict.fromkeys(names, 1e4))
     assert set(recent.figures().values()) == {0.0}

@@ -203,21 +203,6 @@ def test_log_probabilities_of_a_completion(client, offline):
 # --- this project's own fields --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("extra", "params"),
-    [
-        ({"mode": "ar"}, {"mode": "ar"}),
-        ({"mode": "paper", "entropy_threshold": 0.1, "position_penalty": 0.5}, None),
-        ({"ignore_eos": True, "min_tokens": 40, "top_k": 5, "min_p": 0.1}, None),
-    ],
-)
-def test_fields_beyond_openai_s(client, offline, extra, params):
-    (expected,) = offline.chat(MESSAGES, SamplingParams(max_tokens=40, **(params or extra)))
-    reply = chat(client, max_tokens=40, extra_body=extra)
-    assert reply.choices[0].message.content == expected.text
-    assert reply.usage.num_forwards == expected.num_forwards
-
-
 def test_a_narrower_window_takes_more_forwards_for_the_same_answer(client, answer):
     replies = [chat(client, extra_body={"window_size": window}) for window in (8, 2, 0)]
     assert {one.choices[0].message.content for one in replies} == {answer.text}

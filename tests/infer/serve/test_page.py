@@ -14,7 +14,7 @@ from websockets.sync.client import connect
 
 from infer.serve.app import page as document
 from infer.trace import read_trace
-from tests.infer.serve.running_server import MODEL
+from tests.infer.serve.running_server import MODEL, wait_until
 from wedlm_jax.params import SamplingParams
 
 QUESTION = "Count from 12 to 40 in steps of 2."
@@ -84,10 +84,7 @@ def check_file(page, folder, tokens):
     page.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
     page.js("document.getElementById('save').click()")
     saved = folder / "trace.json"
-    deadline = time.monotonic() + 30
-    while not saved.exists():
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.05)
+    wait_until(saved.exists, 30, "nothing was saved")
     ours, theirs = read_trace(saved)
     assert (ours["mode"], theirs["mode"]) == ("verified", "ar")
     assert sum(len(one["committed"]) for one in ours["forwards"]) == tokens
@@ -171,13 +168,10 @@ class Page:
             if said.get("id") == number:
                 assert "error" not in said, (method, said["error"])
                 return said["result"]
-            self._note(said)
-
-    def _note(self, event):
-        if event["method"] == "Runtime.exceptionThrown":
-            self.wrong.append(str(event["params"]["exceptionDetails"]))
-        if event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-            self.wrong.append(event["params"]["entry"]["text"])
+            if said["method"] == "Runtime.exceptionThrown":
+                self.wrong.append(str(said["params"]["exceptionDetails"]))
+            if said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
+                self.wrong.append(said["params"]["entry"]["text"])
 
     def js(self, expression):
         """The value of an expression in the page."""
@@ -187,10 +181,7 @@ class Page:
 
     def wait(self, condition, seconds=120):
         """Waits until an expression is true."""
-        deadline = time.monotonic() + seconds
-        while not self.js(condition):
-            assert time.monotonic() < deadline, f"it does not come to hold: {condition}"
-            time.sleep(0.05)
+        wait_until(lambda: self.js(condition), seconds, f"it does not come to hold: {condition}")
 
     def key(self, key, code, *, ctrl=False):
         """Presses a key."""
@@ -231,10 +222,9 @@ def chromium(folder):
 
 def _address(port_file):
     """The first tab's address, once the browser has written its port."""
-    deadline = time.monotonic() + 60
-    while not (port_file.exists() and port_file.read_text().count("\n")):
-        assert time.monotonic() < deadline, "chromium does not start"
-        time.sleep(0.05)
+    wait_until(
+        lambda: port_file.exists() and "\n" in port_file.read_text(), 60, "chromium does not start"
+    )
     port = port_file.read_text().splitlines()[0]
     tabs = httpx2.get(f"http://127.0.0.1:{port}/json").json()
     return next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")

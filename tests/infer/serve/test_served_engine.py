@@ -12,7 +12,7 @@ from infer.serve import served_engine as module
 from infer.serve.served_engine import Programs
 from tests.examples.decode import small_engine
 from tests.infer.serve.conftest import SMALL
-from tests.infer.serve.running_server import running_server
+from tests.infer.serve.running_server import running_server, wait_until
 from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
@@ -39,7 +39,7 @@ def own_server(tiny):
         yield server
         server.wait_until_idle()
         # The engine is every test's: a program that comes late would be the next one's.
-        server.wait(lambda: not server.service.engine.programs.is_compiling, seconds=120)
+        wait_until(lambda: not server.service.engine.programs.is_compiling, seconds=120)
 
 
 def ask(server, timeout=60, **fields):
@@ -124,15 +124,8 @@ def test_who_goes_while_a_program_is_compiled_leaves_nothing(own_server, monkeyp
     monkeypatch.setattr(engine, "compile_program", lambda traits: released.wait(30))
     with pytest.raises(httpx2.ReadTimeout):
         ask(own_server, timeout=0.3, bad_words=["x"])
-    own_server.wait(lambda: not own_server.service.engine.is_busy)
+    wait_until(lambda: not own_server.service.engine.is_busy)
     released.set()
-    assert ask(own_server).status_code == 200
-
-
-def test_a_request_that_breaks_the_tokenizer_is_its_own_500(own_server, tiny, monkeypatch):
-    monkeypatch.setattr(tiny, "as_ids", lambda prompt: 1 / 0)
-    assert ask(own_server).status_code == 500
-    monkeypatch.undo()
     assert ask(own_server).status_code == 200
 
 

@@ -3,7 +3,6 @@ their answers: all others hear what they would hear offline, nothing is compiled
 no page stays held, and memory stays flat."""
 
 import asyncio
-import os
 from pathlib import Path
 
 import jax
@@ -47,17 +46,6 @@ def random_asks(count, vocab_size):
     return asks
 
 
-def resident_bytes():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def offline_answers(llm, asks):
-    prompts = [ask.fields["prompt"] for ask in asks]
-    params = [{k: v for k, v in ask.fields.items() if k != "prompt"} for ask in asks]
-    done = llm.generate(prompts, [SamplingParams(**one) for one in params])
-    return [one.token_ids for one in done]
-
-
 @pytest.fixture(scope="module")
 def offline(checkpoint):
     llm = LLM(checkpoint, **SMALL)
@@ -69,7 +57,10 @@ def offline(checkpoint):
 def test_soak(requests, offline):
     engine = offline.engine
     asks = random_asks(requests, engine.config.vocab_size)
-    expected = offline_answers(offline, asks)
+    fields = [dict(ask.fields) for ask in asks]
+    prompts = [one.pop("prompt") for one in fields]
+    answers = offline.generate(prompts, [SamplingParams(**one) for one in fields])
+    expected = [one.token_ids for one in answers]
     engine.scheduler.forget_prefixes()
     compiled = engine.num_programs, engine.compile_seconds
     heard, memory, arrays = [], [], []
@@ -78,7 +69,7 @@ def test_soak(requests, offline):
             some = asks[start : start + quarter]
             heard += asyncio.run(ask_all(server.port, some, CLIENTS))[0]
             server.wait_until_idle()  # no page is held
-            memory.append(resident_bytes())
+            memory.append(int(Path("/proc/self/statm").read_text().split()[1]))  # resident pages
             arrays.append(len(jax.live_arrays()))
     assert (engine.num_programs, engine.compile_seconds) == compiled
     assert {one.error for one in heard} == {None}
