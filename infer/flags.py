@@ -15,7 +15,6 @@ from wedlm_jax.errors import InputError, require_extra, shortened
 from wedlm_jax.option_values import Option, as_schema
 from wedlm_jax.params import OPTIONS, SamplingParams
 
-DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 NOT_FLAGS = ("logit_bias",)
 """Fields without a flag, as they hold a JSON object; records of a file may set them."""
 
@@ -67,7 +66,7 @@ def add_decoding_options(group: Any, instead: Mapping[str, str] | None = None) -
     _add_engine_flag(group, "window_size", None)
     # The mode changes most, so it comes first.
     for name in ["mode", *(name for name in OPTIONS if name not in ("mode", *NOT_FLAGS))]:
-        option, default = OPTIONS[name], DEFAULTS[name]
+        option, default = OPTIONS[name], getattr(SamplingParams, name)
         none = f"; none: {option.none}" if option.none and not isinstance(default, tuple) else ""
         help_text = (instead or {}).get(name, f"{option.help}{none} [{_default(default)}]")
         if name == "json_schema":

@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> int:
 def draw_traces(sequences: Sequence[dict[str, Any]], path: Path) -> None:
     """Draws a panel per sequence, all to the same scale."""
     rows = [len(sequence["forwards"]) for sequence in sequences]
-    places = max(_end(sequence) for sequence in sequences)
+    forwards = [forward for sequence in sequences for forward in sequence["forwards"]]
+    places = max(forward["start"] + len(forward["slots"]) for forward in forwards) + 1
     width = min(max(places * 0.16, 6), 16)
     # Each panel needs room for its title and labels in addition to its rows.
     heights = [min(max(count * 0.16, 0.9), 10) for count in rows]
@@ -86,10 +87,6 @@ def draw_traces(sequences: Sequence[dict[str, Any]], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _end(sequence: dict[str, Any]) -> int:
-    return max(forward["start"] + len(forward["slots"]) for forward in sequence["forwards"]) + 1
-
-
 EARLY, REJECTED, FILLED = "#e8a200", "#c0341d", "#5c7cfa"
 COMMITTED: dict[str, Any] = {
     "marker": "o",
@@ -102,6 +99,7 @@ COMMITTED: dict[str, Any] = {
 
 def _draw(axes: Any, sequence: dict[str, Any], places: int) -> Any:
     import numpy as np
+    from matplotlib.patches import Rectangle
 
     values, outlines = np.full((len(sequence["forwards"]), places), np.nan), []
     length = 0
@@ -118,7 +116,9 @@ def _draw(axes: Any, sequence: dict[str, Any], places: int) -> Any:
             axes.plot(place, row, **COMMITTED)
         length += len(forward["committed"])
     image = axes.imshow(values, cmap="Blues_r", vmin=0, vmax=PALE, aspect="auto")
-    _outline(axes, outlines)
+    for place, row, colour in outlines:
+        corner = (place - 0.42, row - 0.42)
+        axes.add_patch(Rectangle(corner, 0.84, 0.84, fill=False, edgecolor=colour, linewidth=1.2))
     counts = sequence["forwards"][-1]
     axes.set(
         title=f"{sequence['mode']}: {counted(length, 'token')} in "
@@ -127,14 +127,6 @@ def _draw(axes: Any, sequence: dict[str, Any], places: int) -> Any:
     )
     axes.yaxis.get_major_locator().set_params(integer=True)
     return image
-
-
-def _outline(axes: Any, outlines: list[tuple[int, int, str]]) -> None:
-    from matplotlib.patches import Rectangle
-
-    for place, row, colour in outlines:
-        corner = (place - 0.42, row - 0.42)
-        axes.add_patch(Rectangle(corner, 0.84, 0.84, fill=False, edgecolor=colour, linewidth=1.2))
 
 
 def _legend() -> Iterator[Any]:

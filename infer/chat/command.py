@@ -6,7 +6,7 @@ import argparse
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from wedlm_jax.host.signals import StopRequest
 
 if TYPE_CHECKING:
     from infer.chat.conversation import Conversation
-    from wedlm_jax.completion import Completion
+    from wedlm_jax.completion import Chunk, Completion
     from wedlm_jax.llm import LLM
 
 DESCRIPTION = """\
@@ -97,11 +97,11 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
         try:
             message = read()
             if message.rstrip() == "/retry":
-                _answer(None, conversation, llm)
+                _answer(conversation.retry, conversation, llm)
             elif message.startswith("/"):
                 _tell(follow(message, conversation, llm))
             elif message.strip():
-                _answer(message, conversation, llm)
+                _answer(partial(conversation.answer, message), conversation, llm)
         except EOFError:
             return
         except CompilingInterrupted:
@@ -112,10 +112,9 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
             _tell(str(error))
 
 
-def _answer(message: str | None, conversation: Conversation, llm: LLM) -> None:
-    """Prints an answer as it comes, then its figures; None answers the last message again."""
+def _answer(answer: Callable[..., Iterator[Chunk]], conversation: Conversation, llm: LLM) -> None:
+    """Prints an answer as it comes, then its figures."""
     engine, completion = llm.engine, None
-    answer = conversation.retry if message is None else partial(conversation.answer, message)
     compiled, started = engine.compile_seconds, time.monotonic()
     written = ""
 
@@ -159,15 +158,16 @@ def empty(completion: Completion, llm: LLM) -> str | None:
 
 def figures(completion: Completion, seconds: float, *, stopped: bool) -> str:
     """Formats an answer's figures as a line."""
-    tokens = len(completion.token_ids)
-    line = (
-        f"[{counted(tokens, 'token')}, {completion.tokens_per_forward:.2f} tokens per forward, "
-        f"{tokens / max(seconds, 1e-9):.0f} tokens/s, {completion.num_cached_tokens} cached"
-    )
-    reason = "stopped" if stopped and completion.finish_reason is None else ""
+    tokens, reason = len(completion.token_ids), ""
     if completion.finish_reason == "length":
-        reason = "cut at the token limit"
-    return f"{line}, {reason}]" if reason else f"{line}]"
+        reason = ", cut at the token limit"
+    elif stopped and completion.finish_reason is None:
+        reason = ", stopped"
+    return (
+        f"[{counted(tokens, 'token')}, {completion.tokens_per_forward:.2f} tokens per forward, "
+        f"{tokens / max(seconds, 1e-9):.0f} tokens/s, "
+        f"{completion.num_cached_tokens} cached{reason}]"
+    )
 
 
 def _tell(text: str) -> None:

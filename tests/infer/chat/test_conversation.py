@@ -75,10 +75,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_came(llm, conversation, mo
     assert 0 < len(last.token_ids) < len(whole.token_ids)
     llm._loop.close()
     assert not llm.engine.has_work
-    assert conversation._messages[-1] == {
-        "role": "assistant",
-        "content": chunks[-1].completion.text,
-    }
+    assert conversation.messages == asked("the cat", last.text)
     assert ask(conversation, "and?").num_forwards > 0
 
 
@@ -119,11 +116,10 @@ def test_the_oldest_turns_leave_a_full_context_which_is_said_once(llm):
     lengths = []
     for text in messages:
         assert len(ask(long, text).token_ids) == 8
-        assert long.messages[0] == {"role": "system", "content": "be brief"}
-        assert [one["role"] for one in long.messages[1:]] == ["user", "assistant"] * (
-            len(long.messages) // 2
-        )
-        lengths.append(len(long.messages))
+        system, *others = long.messages
+        assert system == {"role": "system", "content": "be brief"}
+        assert [one["role"] for one in others] == ["user", "assistant"] * (len(others) // 2)
+        lengths.append(len(others))
     assert told == [
         f"the context of {CONTEXT} tokens is full: from now on the oldest messages are dropped, "
         "and the model no longer sees them"

@@ -142,6 +142,8 @@ def test_what_nobody_waits_for_ends_at_once(strict, stream):
             assert b"data:" in sock.recv(4096) + sock.recv(4096)
         wait_until(lambda: strict.service.engine.counters.running == 1)
     strict.wait_until_idle()
+    if not stream:
+        wait_until(lambda: 'status="499"' in httpx2.get(f"{strict.url}/metrics").text)
     still_answers(strict)
 
 
