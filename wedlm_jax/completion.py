@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -43,12 +42,9 @@ class Drafts(NamedTuple):
         return Drafts(*(one + more for one, more in zip(self, other, strict=True)))
 
 
-NO_DRAFTS = Drafts()
-
-
 def total_drafts(completions: Iterable[Completion]) -> Drafts:
     """Returns the drafts of all completions together."""
-    return functools.reduce(Drafts.plus, (one.drafts for one in completions), NO_DRAFTS)
+    return Drafts.read([code for one in completions for code in one.drafts_at])
 
 
 @dataclasses.dataclass(frozen=True)

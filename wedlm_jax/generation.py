@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import queue
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import NamedTuple, TypeAlias
 
 from wedlm_jax.completion import Chunk, Completion
@@ -36,11 +36,8 @@ LOOK_SECONDS = 0.1
 
 
 class Mailbox:
-    """Receives the events of requests for a thread that waits for them.
-
-    Args:
-      seconds: passed to `Caller`.
-    """
+    """Receives the events of requests for a thread that waits for them; ``seconds`` are those of
+    its `Caller`."""
 
     def __init__(self, *, seconds: float | None = None):
         self._events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
@@ -69,7 +66,7 @@ class Handle:
     """A caller's handle of a submitted sequence: takes its events and builds its completion.
 
     Args:
-      loop: the loop that decodes the sequence, and ends it at a stop string.
+      loop: the engine's loop.
       codec: the tokenizer; None if there is none.
       prompt, params, window, traced: the fields of its request.
       caller: receives its events, and must pass them to `take`.
@@ -181,23 +178,20 @@ class _Prompt:
     samples: list[Handle] = dataclasses.field(default_factory=list)
     failed: bool = False
 
-    @property
-    def is_complete(self) -> bool:
-        return len(self.samples) == self.params.n and all(one.is_over for one in self.samples)
+    def completion(self) -> Completion | None:
+        """Returns the completion with all samples; None while some are missing."""
+        if len(self.samples) < self.params.n or not all(one.is_over for one in self.samples):
+            return None
+        first, *further = (one.completion for one in self.samples)
+        return dataclasses.replace(first, further=tuple(further))
 
 
 class Generation:
-    """One call that decodes prompts: an iterator over batches of completions.
+    """One call of `LLM.run`, whose arguments it has: an iterator over batches of completions.
 
     Args:
       loop: the engine's loop.
       codec: the tokenizer; None if there is none.
-      prompts: the prompts, read as they are needed.
-      total: how many prompts there are, if known; for progress.
-      on_progress: called between bursts.
-      stopping: once it returns True, prompts with tokens are finished and no others started.
-      on_failure: called with the index of a prompt that could not be decoded to its end, and the
-        error; by default the error is raised, which ends the call.
     """
 
     def __init__(
@@ -206,7 +200,6 @@ class Generation:
         codec: TextCodec | None,
         prompts: Iterable[Prepared | Windowed],
         *,
-        total: int | None = None,
         on_progress: Callable[[Progress], None] | None = None,
         stopping: Callable[[], bool] | None = None,
         on_failure: Callable[[int, InputError], None] | None = None,
@@ -216,7 +209,8 @@ class Generation:
         self._samples = self._samples_of(prompts)
         self._on_progress, self._stopping = on_progress, stopping or (lambda: False)
         self._under_way: dict[Handle, _Prompt] = {}
-        self._progress = Progress(0, total, 0, 0, 0)
+        self._total = len(prompts) if isinstance(prompts, Sized) else None
+        self._finished, self._counts = 0, Counts()
         self._room = loop.engine.settings.sequences + WAITING
 
     def __iter__(self) -> Iterator[list[tuple[int, Completion]]]:
@@ -253,7 +247,14 @@ class Generation:
 
     def _submit(self) -> None:
         if self._stopping():
-            self._drop_what_is_not_finished()
+            # Prompts without tokens, and prompts with samples that were never submitted, which
+            # would never be complete, since no more samples are started.
+            self._give_up(
+                prompt
+                for prompt in self._under_way.values()
+                if len(prompt.samples) < prompt.params.n
+                or not any(one.counts.tokens for one in prompt.samples)
+            )
             return
         new = dict(itertools.islice(self._samples, self._room - len(self._under_way)))
         self._under_way |= new
@@ -265,16 +266,6 @@ class Generation:
         for handle in [one for prompt in set(prompts) for one in prompt.samples]:
             handle.abort()
             self._under_way.pop(handle, None)
-
-    def _drop_what_is_not_finished(self) -> None:
-        """Gives up prompts without tokens, and prompts with samples that were never submitted,
-        which would never be complete, since no more samples are started."""
-
-        def never_complete(prompt: _Prompt) -> bool:
-            begun = any(one.counts.tokens for one in prompt.samples)
-            return not begun or len(prompt.samples) < prompt.params.n
-
-        self._give_up([one for one in self._under_way.values() if never_complete(one)])
 
     def _take(self, events: Sequence[Event]) -> list[tuple[int, Completion]]:
         done: list[tuple[int, Completion]] = []
@@ -293,30 +284,16 @@ class Generation:
                 self._give_up([prompt])
                 self._on_failure(prompt.place, error)
                 continue
-            self._count(before, handle.counts)
+            counts = zip(self._counts, before, handle.counts, strict=True)
+            self._counts = Counts(*(total + new - old for total, old, new in counts))
             if handle.is_over:
                 del self._under_way[handle]
-                if prompt.is_complete:
-                    done.append((prompt.place, self._whole(prompt)))
+                if (completion := prompt.completion()) is not None:
+                    done.append((prompt.place, completion))
+        self._finished += len(done)
         if self._on_progress is not None:
-            self._on_progress(self._progress)
+            self._on_progress(Progress(self._finished, self._total, *self._counts))
         return done
-
-    def _whole(self, prompt: _Prompt) -> Completion:
-        first, *further = (one.completion for one in prompt.samples)
-        now = self._progress
-        self._progress = dataclasses.replace(now, finished=now.finished + 1)
-        return dataclasses.replace(first, further=tuple(further))
-
-    def _count(self, before: Counts, after: Counts) -> None:
-        """Updates progress with the counts of a sequence."""
-        now = self._progress
-        self._progress = dataclasses.replace(
-            now,
-            tokens=now.tokens + after.tokens - before.tokens,
-            forwards=now.forwards + after.forwards - before.forwards,
-            instances=now.instances + after.instances - before.instances,
-        )
 
 
 def sample_params(params: SamplingParams) -> Iterator[SamplingParams]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
@@ -18,7 +18,6 @@ from wedlm_jax.checkpoint.hf import read_generation_config
 from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.open import find_model, open_checkpoint, tokenizer_folder
 from wedlm_jax.completion import Chunk, Completion
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
 from wedlm_jax.engine.engine import Engine, runs_apart
@@ -138,13 +137,14 @@ class LLM:
         self._chat_end = self.codec and self.codec.chat_end
         without = config.window_size in (None, "auto") and not weights.config.knows_masks
         self._unmasked_type = weights.config.model_type if without else None
+        vocabulary = weights.config.vocab_size, weights.config.eos_token_ids
         folder = program_folder()
         store = None if folder is None else ProgramStore(folder)
         self.engine = Engine(
             weights,
             config,
             mesh=mesh,
-            grammars=self._grammars(weights.config),
+            grammars=None if self.codec is None else TokenizerGrammars(self.tokenizer, *vocabulary),
             known_tokens=None if self.codec is None else self.codec.token_ids,
             store=store,
         )
@@ -197,15 +197,13 @@ class LLM:
         *,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Completion]:
-        """Completes prompts.
+        """Returns one completion per prompt, in order; if ``n`` is above 1, its ``samples`` has all
+        ``n``.
 
         Args:
           prompts: texts or token-id lists, one or many.
           sampling_params: one for all, or one for each; by default ``default_params``.
           on_progress: called between bursts of forwards.
-
-        Returns:
-          one completion per prompt, in order; if ``n`` is above 1, its ``samples`` has all ``n``.
 
         Raises:
           InputError: a prompt cannot be decoded; raised before anything runs.
@@ -236,13 +234,11 @@ class LLM:
           batches of finished prompts, in no particular order: their indices in ``prompts``, and
           their completions.
         """
-        total = len(prompts) if isinstance(prompts, Sized) else None
         return iter(
             Generation(
                 self._loop,
                 self.codec,
                 prompts,
-                total=total,
                 on_progress=on_progress,
                 stopping=stopping,
                 on_failure=on_failure,
@@ -357,7 +353,7 @@ class LLM:
         token_ids, sampling = self.prepare([prompt], sampling_params)[0]
         if window is not None:
             self.engine.check_window(window)
-        mailbox, traced = Mailbox(seconds=STREAM_SECONDS), on_forward is not None
+        mailbox = Mailbox(seconds=STREAM_SECONDS)
         handle = Handle(
             self._loop,
             self.codec,
@@ -365,7 +361,7 @@ class LLM:
             sampling,
             mailbox.caller,
             window=window,
-            traced=traced,
+            traced=on_forward is not None,
         )
         self._loop.submit([handle.request])
         try:
@@ -469,11 +465,6 @@ class LLM:
             return self._require_codec("text prompts").encode(prompt)
         return as_token_ids(prompt)
 
-    def _grammars(self, config: ModelConfig) -> TokenizerGrammars | None:
-        if self.tokenizer is None:
-            return None
-        return TokenizerGrammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
-
     def _with_bad_words_as_ids(self, params: SamplingParams) -> SamplingParams:
         words: list[tuple[int, ...]] = []
         for word in params.bad_words:
@@ -493,18 +484,11 @@ class LLM:
 
 def _signature() -> inspect.Signature:
     """Returns the arguments of `LLM`, which ``**options`` would hide from editors and `help`."""
-    hints = get_type_hints(EngineConfig)
-    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-    options = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=field.default,
-            annotation=hints[field.name],
-        )
-        for field in dataclasses.fields(EngineConfig)
-    ]
-    return inspect.Signature([model.replace(annotation=str | Path | None), *options])
+    kind, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    model = inspect.Parameter("model", kind, default=None, annotation=str | Path | None)
+    hints, options = get_type_hints(EngineConfig), inspect.signature(EngineConfig).parameters
+    given = (one.replace(kind=only, annotation=hints[name]) for name, one in options.items())
+    return inspect.Signature([model, *given])
 
 
 LLM.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from hypothesis import strategies as st
 
-from tests.reference.decode_loop import decode
+from tests.reference.decode_loop import decode, decode_verified
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
@@ -180,12 +180,13 @@ def assert_logprobs_near(ours, theirs):
         assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
 
 
-def reference(forward, config, case):
-    return decode(
-        forward,
-        case.prompt,
-        case.params,
-        window=case.window,
-        mask_token_id=config.require_mask_token_id(),
-        eos_token_ids=config.eos_token_ids,
-    )
+def reference(forward, config, case, backup=None):
+    """What the loop in Python says; in mode "verified" with ``backup`` masks at most."""
+    how = {
+        "window": case.window,
+        "mask_token_id": config.require_mask_token_id(),
+        "eos_token_ids": () if case.params.ignore_eos else config.eos_token_ids,
+    }
+    if backup is None:
+        return decode(forward, case.prompt, case.params, **how)
+    return decode_verified(forward, case.prompt, case.params, backup=backup, **how)

@@ -1,25 +1,12 @@
 """What a row's options do to one position's logits, a token at a time, in float64."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
-Text = Sequence[int | None]
-"""A completion, committed tokens and window, None where it is masked."""
-
-
-def seen_by_row(committed, window, known, slot, is_mask):
-    """The completion as the row sees it that predicts ``slot``.
-
-    A mask sees what stands in its window, wherever. The row before the slot sees what stands
-    before the slot, as in autoregressive decoding. The first ``known`` slots stand in the text.
-    """
-    return [*committed, *(window if is_mask else window[:slot])[known:]]
-
 
 def adjusted(logits, params, prompt, completion, place, stop_ids):
-    """``logits [V]`` for the token at ``place`` of the completion."""
+    """``logits [V]`` for the token at ``place`` of the completion, in which masks are None."""
     logits = np.array(logits, np.float64)
     counts = Counter(token for token in completion if token is not None)
     for token, bias in params.logit_bias.items():

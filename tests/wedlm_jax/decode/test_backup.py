@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 from tests.examples.decode import (
     DRAWN,
     SAFE_MARGIN,
+    TINY,
     Case,
     batches,
     cases_with_options,
     in_mode,
     on_mesh,
+    reference,
     run,
     small_engine,
 )
-from tests.reference.verified_loop import decode_verified
 from wedlm_jax.decode.backup import next_backup
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh
-
-BUDGETS = (0.0, 1.0, 3.0, 1e6)
 
 
 def test_the_likeliest_wrong_draft_is_the_first_doubtful_one():
@@ -45,6 +44,10 @@ def test_the_likeliest_wrong_draft_is_the_first_doubtful_one():
     assert none.count.tolist() == [0, 0, 0]
 
 
+def counted(one):
+    return one.token_ids, one.num_forwards, one.num_token_instances
+
+
 # --- against the loop in Python ----------------------------------------------------------------
 
 
@@ -58,28 +61,16 @@ def verified_batches(draw):
     some = draw(batches())
     if draw(st.booleans()):
         some[0] = draw(cases_with_options())
-    return [
-        in_mode(one, "verified", draft_budget=draw(st.sampled_from(BUDGETS)), draft="masks")
-        for one in some
-    ]
+    budgets = st.sampled_from([0.0, 1.0, 3.0, 1e6])
+    return [in_mode(one, "verified", draft_budget=draw(budgets), draft="masks") for one in some]
 
 
 @given(batch=verified_batches())
 def test_it_decodes_as_the_loop_in_python(engine, full_forward, batch):
     for case, ours in zip(batch, run(engine, batch), strict=True):
-        theirs, _ = decode_verified(
-            full_forward,
-            case.prompt,
-            case.params,
-            window=case.window,
-            backup=3,
-            mask_token_id=23,
-            eos_token_ids=(1,),
-        )
+        theirs = reference(full_forward, TINY, case, backup=3)
         if theirs.margin > SAFE_MARGIN:
-            assert ours.token_ids == theirs.token_ids
-            assert ours.num_forwards == theirs.num_forwards
-            assert ours.num_token_instances == theirs.num_token_instances
+            assert counted(ours) == counted(theirs)
 
 
 # --- the same in every engine ----------------------------------------------------------------
@@ -107,19 +98,13 @@ def some_cases():
 def expected(full_forward):
     """The loop's completions; some of their drafts are from backup masks, and were right."""
     found, without = (
-        [
-            decode_verified(
-                full_forward, one.prompt, one.params, window=one.window, backup=m, mask_token_id=23
-            )
-            for one in some_cases()
-        ]
-        for m in (3, 0)
+        [reference(full_forward, TINY, one, backup=most) for one in some_cases()] for most in (3, 0)
     )
-    assert min(one.margin for one, _ in found) > SAFE_MARGIN
-    assert sum(count for _, count in found) > 10
-    forwards = [sum(one.num_forwards for one, _ in some) for some in (found, without)]
+    assert min(one.margin for one in found) > SAFE_MARGIN
+    assert sum(one.from_backup for one in found) > 10
+    forwards = [sum(one.num_forwards for one in some) for some in (found, without)]
     assert forwards[0] < forwards[1]
-    return [(one.token_ids, one.num_forwards, one.num_token_instances) for one, _ in found]
+    return [counted(one) for one in found]
 
 
 @pytest.mark.parametrize(
@@ -137,8 +122,7 @@ def test_pages_and_sizes_change_neither_tokens_nor_forwards(tiny_model, expected
         given["mesh"] = make_mesh(sizes, jax.devices()[:2])
         tiny_model = on_mesh(tiny_model, given["mesh"])
     results = run(small_engine(tiny_model, DRAWN, **given), some_cases())
-    found = [(one.token_ids, one.num_forwards, one.num_token_instances) for one in results]
-    assert found == expected
+    assert list(map(counted, results)) == expected
 
 
 def test_there_are_no_more_backup_masks_than_masks_in_a_window(tiny_model, expected):

@@ -7,10 +7,9 @@ keys and values were computed on; every forward reads all places of a sequence a
 was computed on another text, or not for good.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
+from collections import Counter
 
 import numpy as np
 
@@ -113,8 +112,8 @@ def decode_alone(request, window):
     sequence = FakeSequence(request, window, list(request.prompt))
     while not sequence.finished:
         sequence.forward()
-    tokens = sequence.text[len(request.prompt) :]
     reason = "stop" if sequence.stopped else "length"
+    tokens = sequence.text[len(request.prompt) :]
     return tokens, reason, sequence.num_forwards, sequence.num_instances
 
 
@@ -131,9 +130,8 @@ class FakeDevice:
         self.sequences = {}
         self.bursts = []
         self.admitted = []
-        self._places = np.full(
-            (sizes.replicas, sizes.num_pages, sizes.page_size), NOT_FINAL, np.int64
-        )
+        shape = sizes.replicas, sizes.num_pages, sizes.page_size
+        self._places = np.full(shape, NOT_FINAL, np.int64)
         self._random = None if seed is None else random.Random(seed)
         self._left = {}
         """How each released sequence stood, should it come back."""
@@ -157,7 +155,7 @@ class FakeDevice:
             assert sequence.window == burst.windows[index]
         self._check(burst)
         self._forwards(burst)
-        self._tickets.append(self._report(burst))
+        self._tickets.append(self._report())
         return self._tickets[-1]
 
     def collect(self, ticket):
@@ -193,7 +191,7 @@ class FakeDevice:
         size, count = self.sizes.page_size, self.sizes.sequences_each
         assert burst.max_forwards >= 0
         assert burst.until_finished.shape == (self.sizes.replicas,)
-        readers = {}
+        readers = Counter()
         for index in range(count * self.sizes.replicas):
             row, capacity = burst.page_table[index], int(burst.capacity[index])
             assert (row[: capacity // size] > 0).all()
@@ -202,23 +200,23 @@ class FakeDevice:
             # What has finished in a burst that is not collected yet is still planned for.
             assert capacity > 0 or index not in self.sequences
             assert capacity == 0 or index in self.sequences or self._tickets
-            for page in row[: capacity // size].tolist():
-                key = (index // count, page)
-                readers[key] = readers.get(key, 0) + 1
+            readers.update((index // count, page) for page in row[: capacity // size].tolist())
         for index, sequence in self.sequences.items():
             needed = max(sequence.n, sequence.prefill) + sequence.active
             assert needed <= burst.capacity[index], "no room for the next forward"
             for page in burst.page_table[index, sequence.n // size :].tolist():
                 assert not page or readers[index // count, page] == 1, "would write into another's"
         for replica in range(self.sizes.replicas):
+            numbers = {i: self.sequences[i].request.number for i in self._of(replica)}
+            ranks = [burst.arrival[i] for i in sorted(numbers, key=lambda i: numbers[i])]
+            assert ranks == sorted(set(ranks))
             own = burst.arrival[replica * count : (replica + 1) * count]
-            own_sequences = [one for one in self.sequences.items() if one[0] // count == replica]
-            ranks = [own[i % count] for i, _ in own_sequences]
-            planned = range(sum(own < count)) if self._tickets else range(len(ranks))
-            assert len(set(ranks)) == len(ranks)
-            by_number = sorted(own_sequences, key=lambda one: one[1].request.number)
-            assert [own[i % count] for i, _ in by_number] == sorted(ranks)
-            assert set(ranks) <= set(planned)
+            assert all(rank < sum(own < count) for rank in ranks)
+            assert self._tickets or ranks == [*range(len(ranks))]
+
+    def _of(self, replica):
+        """Where its sequences are."""
+        return [i for i in self.sequences if i // self.sizes.sequences_each == replica]
 
     def _forwards(self, burst):
         self.num_run = 0
@@ -233,14 +231,12 @@ class FakeDevice:
                 break
 
     def _finished_in(self, replica):
-        count = self.sizes.sequences_each
-        return sum(one.finished for i, one in self.sequences.items() if i // count == replica)
+        return sum(self.sequences[i].finished for i in self._of(replica))
 
     def _forward(self, burst, replica):
         """One forward of one replica; whether it had anything to do."""
-        count, left, ran = self.sizes.sequences_each, burst.chunk_tokens, False
-        own = [i for i in self.sequences if i // count == replica]
-        for index in sorted(own, key=lambda i: int(burst.arrival[i])):
+        left, ran = burst.chunk_tokens, False
+        for index in sorted(self._of(replica), key=lambda i: int(burst.arrival[i])):
             sequence = self.sequences[index]
             if sequence.finished:
                 continue
@@ -275,32 +271,22 @@ class FakeDevice:
             final = NOT_FINAL if sequence is None else sequence.contexts[place]
             self._places[replica, page, place % size] = final
 
-    def _report(self, burst):
+    def _report(self):
         count = self.sizes.sequences_each * self.sizes.replicas
-        numbers = np.zeros((5, count), np.int32)
-        flags = np.zeros((2, count), bool)
+        # Rows: what is computed, the length of the completion, forwards, slots.
+        numbers, flags = np.zeros((4, count), np.int32), np.zeros((2, count), bool)
         tokens = [None] * count
         for index, one in list(self.sequences.items()):
-            numbers[:, index] = (one.n, one.num_output, one.num_forwards, one.num_instances, 0)
-            flags[:, index] = (one.finished, one.stopped)
+            numbers[:, index] = one.n, one.num_output, one.num_forwards, one.num_instances
+            flags[:, index] = one.finished, one.stopped
             if one.new:
-                ids, forwards, instances = zip(*one.new, strict=True)
-                tokens[index] = NewTokens(ids, forwards, instances)
+                tokens[index] = NewTokens(*zip(*one.new, strict=True))
                 one.new = []
             if one.finished:
                 del self.sequences[index]
-        computed, output, num_forwards, num_instances, _ = numbers
-        finished, stopped = flags
+        seconds = 1e-3 * max(self.num_run, 1)
         return Report(
-            computed,
-            output,
-            finished,
-            stopped,
-            num_forwards,
-            num_instances,
-            tokens,
-            num_run=self.num_run,
-            seconds=1e-3 * max(self.num_run, 1),
+            *numbers[:2], *flags, *numbers[2:], tokens, num_run=self.num_run, seconds=seconds
         )
 
 
@@ -321,15 +307,15 @@ def small_sizes(**changes):
     return dataclasses.replace(sizes, max_pages=pages)
 
 
-def drain(scheduler, events=None, *, steps=10_000):
+def drain(scheduler, submitted=(), **options):
     """Steps until nothing is left to do; returns all events."""
-    events = [] if events is None else events
-    for _ in range(steps):
+    events = scheduler.step(submitted, **options)
+    for _ in range(10_000):
+        scheduler.check_accounts()
         if not scheduler.has_work:
             return events
-        events += scheduler.step()
-        scheduler.check_accounts()
-    raise AssertionError(f"not done after {steps} steps")
+        events += scheduler.step(**options)
+    raise AssertionError("not done in time")
 
 
 def numbers_of(events, kind):

@@ -1,7 +1,5 @@
 """Decoding without a model: texts easier or harder to draft, and a device of given costs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -122,10 +120,8 @@ class Simulation:
         waiting = list(scripts)[::-1]
         running = []
         while waiting or running:
-            fresh = []
             free = sorted(set(range(self._n)) - {one.state.index for one in running})
-            while free and waiting:
-                fresh.append(self._sequence(waiting.pop(), free.pop(0)))
+            fresh = [self._sequence(waiting.pop(), place) for place in free[: len(waiting)]]
             running += fresh
             self._burst(running, fresh, bool(waiting))
             running = [one for one in running if not one.finished]
@@ -161,17 +157,25 @@ class Simulation:
                     tokens += one.forward(self._mode)
             by_size[np.searchsorted(self._sizes, tokens)] += 1
             run += 1
-            if all(one.finished for one in running):
-                break
         windowless = not windows.any()
         ratio = self._windowless if windowless else 1.0
-        seconds = OVERHEAD + ratio * float(by_size @ self._costs)
         resized = self._program not in (None, windowless)
-        seconds += RESIZING * resized
+        seconds = OVERHEAD + ratio * float(by_size @ self._costs) + RESIZING * resized
         self._program = windowless
         self.seconds += seconds
-        report = dataclasses.replace(
-            self._report(running, run),
+        # Rows: what is computed, the length of the completion, forwards, slots.
+        numbers, finished = np.zeros((4, self._n), np.int32), np.ones(self._n, bool)
+        for one in running:
+            index = one.state.index
+            numbers[:, index] = one.computed, one.place, one.forwards, one.slots
+            finished[index] = one.finished
+        report = Report(
+            *numbers[:2],
+            finished,
+            np.zeros(self._n, bool),
+            *numbers[2:],
+            tokens=[None] * self._n,
+            num_run=run,
             sizes=tuple(self._sizes.tolist()),
             by_size=by_size,
             windowless=windowless,
@@ -194,24 +198,6 @@ class Simulation:
         self._windows.observe([one.state for one in running], burst, report, timed)
         for one in running:
             self.tokens += one.collect()
-
-    def _report(self, running, run):
-        computed, output, forwards, instances = np.zeros((4, self._n), np.int32)
-        finished = np.ones(self._n, bool)
-        for one in running:
-            i = one.state.index
-            output[i], forwards[i], instances[i] = one.place, one.forwards, one.slots
-            computed[i], finished[i] = one.computed, one.finished
-        return Report(
-            num_computed=computed,
-            num_output=output,
-            finished=finished,
-            stopped=np.zeros(self._n, bool),
-            num_forwards=forwards,
-            num_token_instances=instances,
-            tokens=[None] * self._n,
-            num_run=run,
-        )
 
 
 class _Sequence:
@@ -237,33 +223,22 @@ class _Sequence:
 
     def forward(self, mode):
         """Runs a forward; returns its tokens."""
-        window = self.state.window
-        if window == 0:
-            self.forwards += 1
-            self.slots += 1
-            self.place += 1
-            self.drafts = 0
-            return 1
-        if mode == "paper":
-            return self._paper(window)
-        accepted = self.script.accepted(self.place, self.drafts)
-        slots = window + 1 + self.drafts
+        window, script = self.state.window, self.script
+        if mode == "paper" and window:
+            # Commits what was filled before; fills every sure mask up to the first that is not,
+            # or one.
+            slots = window + self.drafts
+            self.place += self.drafts
+            self.drafts = max(1, min(script.accepted(self.place, window - 1) + 1, window))
+        else:
+            slots = window + 1 + self.drafts
+            accepted = script.accepted(self.place, self.drafts)
+            self.place += 1 + accepted
+            whole = accepted == self.drafts
+            self.drafts = script.drafts(self.place, window) if whole else 0
         self.forwards += 1
         self.slots += slots
-        whole = accepted == self.drafts
-        self.place += 1 + accepted
-        self.drafts = self.script.drafts(self.place, window) if whole else 0
-        self.place = min(self.place, self.script.length)
-        return slots
-
-    def _paper(self, window):
-        """Commits what was filled before; fills every sure mask up to the first that is not, or
-        one."""
-        slots = window + self.drafts
-        self.forwards += 1
-        self.slots += slots
-        self.place = min(self.place + self.drafts, self.script.length)
-        self.drafts = max(1, min(self.script.accepted(self.place, window - 1) + 1, window))
+        self.place = min(self.place, script.length)
         return slots
 
     def collect(self):

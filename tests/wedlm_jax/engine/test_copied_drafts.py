@@ -1,5 +1,5 @@
-"""Sequences whose drafts are copied from their texts: the tokens are those of AR decoding, whoever
-is there, whatever forwards cost, and wherever drafts come from."""
+"""Verified decoding gives the tokens of AR decoding, whoever is there, whatever forwards cost, and
+wherever drafts come from: masks, or copies of the text."""
 
 import dataclasses
 
@@ -11,13 +11,15 @@ from tests.examples.decode import (
     EVERYTHING,
     Case,
     assert_logprobs_near,
+    assert_same,
     cases_with_options,
     in_mode,
     run,
     say_the_same,
     small_engine,
 )
-from wedlm_jax.completion import Drafts
+from tests.forward_sizes import two_sizes
+from wedlm_jax.completion import Drafts, total_drafts
 from wedlm_jax.engine.costs import CostTable
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.windows import WindowChoice
@@ -28,24 +30,25 @@ LOOKUP = 5
 
 @pytest.fixture(scope="module")
 def engine(tiny_model):
-    """Pages for little more than one sequence of full length: among several, some are preempted."""
-    engine = small_engine(tiny_model, [], lookup=LOOKUP, num_pages=24, deterministic=True)
+    """Pages for little more than one sequence of full length: among several, some are preempted.
+    Forwards of two sizes."""
     copying = SamplingParams(draft="lookup")
-    engine.expect([*EVERYTHING, dataclasses.replace(copying, draft="both"), copying])
-    return engine
+    expected = [*EVERYTHING, dataclasses.replace(copying, draft="both"), copying]
+    with two_sizes():
+        yield small_engine(tiny_model, expected, lookup=LOOKUP, num_pages=24)
 
 
 @st.composite
 def drafting(draw):
-    """A text that repeats itself, or any; drafts of any kind."""
+    """A text that repeats itself, or any; drafts of any kind, and seldom another mode."""
     case = draw(cases_with_options())
     if draw(st.booleans()):
         case = dataclasses.replace(case, prompt=(case.prompt * 3)[: draw(st.integers(1, 28))])
     return in_mode(
         case,
-        "verified",
+        draw(st.sampled_from(["verified", "verified", "verified", "paper", "ar"])),
         draft=draw(st.sampled_from(DRAFTS)),
-        draft_budget=draw(st.sampled_from([0.0, 2.0, 100.0])),
+        draft_budget=draw(st.sampled_from([0.0, 1.0, 2.0, 1e6])),
     )
 
 
@@ -57,15 +60,22 @@ def drafting(draw):
 )
 def test_drafts_change_no_token(engine, batch, header, slope, windows):
     """Also of prompts that share a header, are computed in chunks, and begin again for want of
-    pages; by what forwards cost, drafts are taken always, at times or never."""
+    pages; by what forwards cost, drafts are taken always, at times or never. A paper sequence
+    beside them is as alone."""
     sizes = engine.settings.program(engine.everything).sizes.tokens
     engine.device.costs = CostTable(sizes, [1 + slope * size for size in sizes])
     batch = [
         dataclasses.replace(case, prompt=(*header, *case.prompt)[-28:], window=windows)
         for case in batch
     ]
+    before = engine.device.drafts
+    results = run(engine, batch)
     expected = run(engine, [in_mode(case, "ar") for case in batch])
-    for case, ours, theirs in zip(batch, run(engine, batch), expected, strict=True):
+    assert engine.device.drafts == before.plus(total_drafts(results))
+    for case, ours, theirs in zip(batch, results, expected, strict=True):
+        if case.params.mode == "paper":
+            assert_same(run(engine, [case])[0], ours)
+            continue
         assert say_the_same(ours, theirs)
         assert_logprobs_near(ours, theirs)
         assert_counts_fit(case, ours)
@@ -81,8 +91,11 @@ def assert_counts_fit(case, result):
     if draft in ("auto", "masks", "none"):
         assert drafts.lookup == 0
     # Each forward commits a choice of its own, and drafts.
-    accepted = drafts.masks_accepted + drafts.lookup_accepted
-    assert len(result.token_ids) == result.num_forwards + accepted
+    accepted, forwards = drafts.masks_accepted + drafts.lookup_accepted, result.num_forwards
+    assert len(result.token_ids) == forwards + accepted
+    assert drafts.masks <= 3 * forwards
+    assert drafts.lookup <= LOOKUP * forwards
+    assert result.num_token_instances <= (2 * 4 + LOOKUP) * forwards
 
 
 LOOPING = SamplingParams(
@@ -101,16 +114,6 @@ def test_a_loop_takes_few_forwards_and_all_is_counted(engine):
         assert result.num_token_instances == result.num_forwards + result.drafts.lookup
     new = Drafts(*(b - a for a, b in zip(before, engine.device.drafts, strict=True)))
     assert new == Drafts(lookup=45, lookup_accepted=45)
-
-
-def test_what_is_cut_off_is_not_counted(engine):
-    (whole,) = run(engine, [Case((5, 5, 5, 5), LOOPING, None)])
-    for length in range(1, 21):
-        part = whole.cut(length)
-        checked = sum(part.drafts)
-        assert part.num_token_instances == part.num_forwards + part.drafts.lookup
-        assert checked <= sum(whole.drafts)
-    assert whole.cut(1).drafts == Drafts()
 
 
 def test_masks_alone_draft_in_windows_of_a_fixed_width():

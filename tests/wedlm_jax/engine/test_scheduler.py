@@ -25,7 +25,7 @@ from wedlm_jax.errors import InputError
 def test_deltas_of_two_steps_are_one():
     def deltas(longest_burst):
         scheduler, _ = new(longest_burst=longest_burst)
-        events = drain(scheduler, scheduler.step([request(1, [5], max_tokens=6, logprobs=0)]))
+        events = drain(scheduler, [request(1, [5], max_tokens=6, logprobs=0)])
         return [event for event in events if isinstance(event, TokenDelta)]
 
     first, second = deltas(3)
@@ -70,20 +70,13 @@ def test_what_could_never_be_decoded_is_refused(prompt, max_tokens, message):
     scheduler, device = new(num_pages=24)
     bad = request(1, prompt, max_tokens=max_tokens, mode="paper")
     longest = request(2, [1] * 66, max_tokens=20, mode="paper")
-    events = scheduler.step([bad, longest])
+    events = drain(scheduler, [bad, longest])
     assert isinstance(events[0], Failed)
     assert events[0].number == 1
     assert isinstance(events[0].error, InputError)
     assert message in str(events[0].error)
-    assert len(results(drain(scheduler, events))[2].token_ids) == 20
+    assert len(results(events)[2].token_ids) == 20
     assert device.admitted == [2]
-
-
-def test_a_number_is_under_way_once():
-    scheduler, _ = new(longest_burst=1)
-    scheduler.step([request(1, [1])])
-    with pytest.raises(ValueError, match="request 1 is running or waiting already"):
-        scheduler.step([request(1, [2])])
 
 
 def test_an_idle_step_does_nothing():
@@ -93,9 +86,11 @@ def test_an_idle_step_does_nothing():
     assert not device.bursts
 
 
-def test_prefixes_are_forgotten_between_requests_alone():
+def test_a_number_is_under_way_once_and_prefixes_are_forgotten_between_requests_alone():
     scheduler, _ = new(longest_burst=1)
     scheduler.step([request(1, range(20))])
+    with pytest.raises(ValueError, match="request 1 is running or waiting already"):
+        scheduler.step([request(1, [2])])
     with pytest.raises(RuntimeError, match="while no request runs or waits"):
         scheduler.forget_prefixes()
 
@@ -145,10 +140,8 @@ def test_a_report_that_cannot_be_true(changes):
 
 
 def test_a_device_that_does_nothing_is_not_asked_for_ever():
-    nothing = np.zeros(4, np.int32)
-    scheduler = faulty(
-        num_computed=nothing, num_output=nothing, num_forwards=nothing, tokens=[None] * 4
-    )
+    counts = dict.fromkeys(["num_computed", "num_output", "num_forwards"], np.zeros(4, np.int32))
+    scheduler = faulty(**counts, tokens=[None] * 4)
     with pytest.raises(RuntimeError, match="advanced no sequence"):
         scheduler.step([request(1, [1, 2])])
 
@@ -174,7 +167,7 @@ def test_a_caller_may_ask_for_fewer_forwards_or_none():
     assert [sequence.index for sequence in scheduler.sequences] == [0, 1]
     events = scheduler.step(max_forwards=1)
     assert [event.num_output for event in events if isinstance(event, TokenDelta)] == [1, 1]
-    ended = results(drain(scheduler, events))
+    ended = results(drain(scheduler))
     assert ended[1].token_ids == decode_alone(request(1, [5]), 0)[0]
     assert not scheduler.sequences
 
@@ -212,9 +205,9 @@ def test_windows_learn_from_bursts(traced):
 def test_the_second_turn_of_a_conversation_computes_its_new_tokens_alone():
     scheduler, device = new()
     first = request(1, range(1, 22), max_tokens=17)
-    answer = results(drain(scheduler, scheduler.step([first])))[1].token_ids
+    answer = results(drain(scheduler, [first]))[1].token_ids
     prompt = [*range(1, 22), *answer, 7, 7, 7]
-    events = drain(scheduler, scheduler.step([request(2, prompt)]))
+    events = drain(scheduler, [request(2, prompt)])
     # 38 tokens, of which the last was never computed: 9 pages of 4.
     assert results(events)[2].num_cached_tokens == 36
     assert device.bursts[-1].page_table.shape[1] >= 9
@@ -263,10 +256,9 @@ def test_who_would_begin_waits_where_windows_widen_instead():
     windows.is_wide = True
     young = request(2, [7], max_tokens=5, mode="verified", window=0)
     events += scheduler.step([young])
-    scheduler.check_accounts()
     assert [one.number for one in scheduler._waiting] == [1, 2]
     assert 2 not in device.admitted
-    ended = results(drain(scheduler, events))
+    ended = results([*events, *drain(scheduler)])
     assert scheduler.counters.recomputed_tokens > 0
     for one in (*old, young):
         assert ended[one.number].token_ids == decode_alone(one, 8 if one.window is None else 0)[0]
@@ -303,9 +295,6 @@ def test_pages_that_are_short_for_a_burst_after_the_last_are_not_missed():
     scheduler, _ = new(sequences_each=2, num_pages=9, longest_burst=2, max_text=40)
     options = {"max_tokens": 6, "mode": "verified"}
     many = [request(number, [5] * 9, **options, seed=number) for number in range(2)]
-    events = scheduler.step(many, ahead=True)
-    while scheduler.has_work:
-        events += scheduler.step(ahead=True)
-        scheduler.check_accounts()
+    ended = results(drain(scheduler, many, ahead=True))
     for one in many:
-        assert results(events)[one.number].token_ids == decode_alone(one, WINDOW)[0]
+        assert ended[one.number].token_ids == decode_alone(one, WINDOW)[0]
