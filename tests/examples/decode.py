@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import strategies as st
@@ -67,33 +68,50 @@ def cases(draw, *, window=4):
     return Case(tuple(prompt), params, draw(st.integers(1, window)) if window else 0)
 
 
+def logit_options(last):
+    """Any of the options that change logits, for tokens up to ``last``; few, often repeated."""
+    token = st.integers(0, last)
+    words = st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=4)
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "min_tokens": st.integers(1, 12),
+            "repetition_penalty": st.sampled_from([0.5, 1.3, 4.0]),
+            "presence_penalty": st.sampled_from([-2.0, 0.6, 2.0]),
+            "frequency_penalty": st.sampled_from([-0.3, 0.4, 2.0]),
+            "logit_bias": st.dictionaries(token, st.sampled_from([-100, -1.5, 2, 5]), max_size=5),
+            "bad_words": words.map(tuple),
+        },
+    )
+
+
 @st.composite
 def cases_with_options(draw, *, window=4):
-    """As `cases`, with any of the options that change logits; few tokens, often repeated."""
-    case = draw(cases(window=window))
-    token = st.integers(0, 22)
-
-    def some(values, otherwise):
-        return draw(values) if draw(st.booleans()) else otherwise
-
-    biases = st.dictionaries(token, st.sampled_from([-100, -1.5, 2, 5]), max_size=5)
-    words = st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=4)
-    params = dataclasses.replace(
-        case.params,
-        min_p=some(st.sampled_from([0.05, 0.3]), 0.0) if case.params.temperature else 0.0,
-        min_tokens=min(some(st.integers(1, 12), 0), case.params.max_tokens),
-        repetition_penalty=some(st.sampled_from([0.5, 1.3, 4.0]), 1.0),
-        presence_penalty=some(st.sampled_from([-2.0, 0.6, 2.0]), 0.0),
-        frequency_penalty=some(st.sampled_from([-0.3, 0.4, 2.0]), 0.0),
-        logit_bias=some(biases, {}),
-        bad_words=tuple(some(words, [])),
-        logprobs=some(st.integers(0, 4), None),
-    )
-    return dataclasses.replace(case, params=params)
+    """As `cases`, with any of the options that change logits."""
+    case, options = draw(cases(window=window)), draw(logit_options(22))
+    if case.params.temperature:
+        options["min_p"] = draw(st.sampled_from([0.0, 0.05, 0.3]))
+    options["min_tokens"] = min(options.get("min_tokens", 0), case.params.max_tokens)
+    options["logprobs"] = draw(st.none() | st.integers(0, 4))
+    return in_mode(case, "paper", **options)
 
 
 def batches(*, window=4):
     return st.lists(cases(window=window), min_size=BATCH, max_size=BATCH)
+
+
+def random_cases(count, seed, *, window=4, **options):
+    """Prompts of many lengths, by turns greedy and sampled, with windows of at most ``window``."""
+    rng = np.random.default_rng(seed)
+    usual = {"max_tokens": LONGEST_COMPLETION, "ignore_eos": True}
+    return [
+        Case(
+            tuple(rng.integers(2, 23, rng.integers(1, LONGEST_PROMPT)).tolist()),
+            SamplingParams(temperature=float(number % 2), seed=number, **{**usual, **options}),
+            int(rng.integers(1, window + 1)),
+        )
+        for number in range(count)
+    ]
 
 
 EVERYTHING = [

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from tests.examples.decode import logit_options
 from wedlm_jax.decode.options import HostOptions, Traits
 from wedlm_jax.decode.state import HeadRows, idle_state
 from wedlm_jax.params import SamplingParams
@@ -72,31 +73,23 @@ class Decoding:
 
 
 tokens = st.integers(0, VOCAB - 2)
-words = st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
 
 
 @st.composite
 def option_params(draw, mode):
-    """Any of the options that change logits, each in half of the cases."""
-
-    def some(values, otherwise):
-        return draw(values) if draw(st.booleans()) else otherwise
-
-    hot = draw(st.booleans())
+    """Any of the options that change logits."""
+    limits = {
+        "top_k": st.integers(1, VOCAB),
+        "top_p": st.sampled_from([0.2, 0.7]),
+        "min_p": st.sampled_from([0.05, 0.3]),
+    }
     return SamplingParams(
         mode=mode,
         max_tokens=30,
-        temperature=draw(st.sampled_from([0.5, 1.0, 2.0])) if hot else 0.0,
-        top_k=some(st.integers(1, VOCAB), 0),
-        top_p=some(st.sampled_from([0.2, 0.7]), 1.0),
-        min_p=some(st.sampled_from([0.05, 0.3]), 0.0),
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.0, 0.5, 1.0, 2.0])),
         seed=draw(st.integers(0, 2**32 - 1)),
-        min_tokens=some(st.integers(1, 12), 0),
-        repetition_penalty=some(st.sampled_from([0.5, 1.3, 4.0]), 1.0),
-        presence_penalty=some(st.sampled_from([-2.0, 0.6, 2.0]), 0.0),
-        frequency_penalty=some(st.sampled_from([-0.3, 0.4, 2.0]), 0.0),
-        logit_bias=some(st.dictionaries(tokens, st.sampled_from([-100, -1.5, 2]), max_size=5), {}),
-        bad_words=some(words, ()),
+        **draw(st.fixed_dictionaries({}, optional=limits)),
+        **draw(logit_options(VOCAB - 2)),
     )
 
 
@@ -106,7 +99,6 @@ def sequences(draw, *modes):
     mode = draw(st.sampled_from(modes or ("paper", "verified", "ar")))
     prompt = tuple(draw(st.lists(tokens, min_size=1, max_size=6)))
     completion = tuple(draw(st.lists(tokens, max_size=8)))
-    window: tuple[int | None, ...]
     if mode == "paper":
         window = tuple(draw(st.lists(st.none() | tokens, min_size=1, max_size=SLOTS)))
     else:
@@ -119,9 +111,8 @@ def sequences(draw, *modes):
 def state_of(some, *, emitted=1):
     """The state of these, and of one that is not there behind them; with room for ``emitted``
     tokens."""
-    count = len(some) + 1
     room = {"window": WINDOW, "text": LONGEST_TEXT, "emitted": emitted, "with_logprobs": False}
-    empty = idle_state(count, **room)
+    empty = idle_state(len(some) + 1, **room)
     arrays = {
         field.name: np.array(getattr(empty, field.name))
         for field in dataclasses.fields(empty)

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,17 +10,16 @@ from tests.examples.decode import (
     DRAWN,
     SAFE_MARGIN,
     TINY,
-    Case,
     batches,
     cases_with_options,
     in_mode,
     on_mesh,
+    random_cases,
     reference,
     run,
     small_engine,
 )
 from wedlm_jax.decode.backup import next_backup
-from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh
 
 
@@ -76,29 +74,16 @@ def test_it_decodes_as_the_loop_in_python(engine, full_forward, batch):
 # --- the same in every engine ----------------------------------------------------------------
 
 
-def some_cases():
-    """More than decode together, greedy and sampled; with a budget that never ends they draft in
-    every forward whose drafts were right."""
-    rng = np.random.default_rng(5)
-    made = []
-    for number in range(7):
-        prompt = tuple(rng.integers(2, 23, 4 * number + 1).tolist())
-        params = SamplingParams(
-            temperature=[0.0, 1.0][number % 2],
-            seed=number,
-            max_tokens=20,
-            draft_budget=1e6,
-            ignore_eos=True,
-        )
-        made.append(Case(prompt, params, [4, 4, 2, 3][number % 4]))
-    return made
+CASES = random_cases(7, 5, draft_budget=1e6)
+"""More than decode together; with a budget that never ends they draft in every forward whose drafts
+were right."""
 
 
 @pytest.fixture(scope="module")
 def expected(full_forward):
     """The loop's completions; some of their drafts are from backup masks, and were right."""
     found, without = (
-        [reference(full_forward, TINY, one, backup=most) for one in some_cases()] for most in (3, 0)
+        [reference(full_forward, TINY, one, backup=most) for one in CASES] for most in (3, 0)
     )
     assert min(one.margin for one in found) > SAFE_MARGIN
     assert sum(one.from_backup for one in found) > 10
@@ -121,7 +106,7 @@ def test_pages_and_sizes_change_neither_tokens_nor_forwards(tiny_model, expected
     if sizes := given.pop("mesh", None):
         given["mesh"] = make_mesh(sizes, jax.devices()[:2])
         tiny_model = on_mesh(tiny_model, given["mesh"])
-    results = run(small_engine(tiny_model, DRAWN, **given), some_cases())
+    results = run(small_engine(tiny_model, DRAWN, **given), CASES)
     assert list(map(counted, results)) == expected
 
 
@@ -129,6 +114,6 @@ def test_there_are_no_more_backup_masks_than_masks_in_a_window(tiny_model, expec
     """A preempted sequence may take more forwards, since it resumes without drafts."""
     engine = small_engine(tiny_model, DRAWN, backup_masks=8, num_pages=27)
     assert engine.settings.backup == engine.settings.window == 4
-    results = run(engine, some_cases())
+    results = run(engine, CASES)
     assert engine.counters.preemptions
     assert [one.token_ids for one in results] == [tokens for tokens, *_ in expected]

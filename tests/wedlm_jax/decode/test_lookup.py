@@ -86,9 +86,7 @@ def test_what_was_right_is_expected_to_be_right_and_is_forgotten_in_time():
     """A sequence is judged by its own copies, and where it has few, by those of all."""
     known = dataclasses.replace(no_lookup(3, MOST), match=jnp.array([1, 1, 0], jnp.int32))
     fresh = survival(known)
-    np.testing.assert_allclose(
-        fresh[:2], np.cumprod(PRIOR[[0, 1, 2, 3, 4, 5]])[None].repeat(2, 0), rtol=1e-5
-    )
+    np.testing.assert_allclose(fresh[:2], [np.cumprod(PRIOR[:MOST])] * 2, rtol=1e-5)
     assert not fresh[2].any()
     right, wrong = jnp.zeros((3, MOST), jnp.int32), jnp.ones((3, MOST), jnp.int32)
     for _ in range(60):
@@ -138,15 +136,8 @@ def seconds_of(of_size, tokens):
 
 @given(at=situations())
 def test_no_other_choice_of_drafts_decodes_faster(at):
-    gains, of_size = at["gains"], at["of_size"]
-    tokens, committed, value = at["tokens"], at["committed"], at["value"]
-    counts = pay(
-        jnp.array(gains, jnp.float32),
-        tokens,
-        jnp.array(committed, jnp.float32),
-        jnp.array(of_size, jnp.float32),
-        jnp.array(value, jnp.float32),
-    ).tolist()
+    gains, tokens, committed, of_size, value = at.values()
+    counts = pay(*map(np.array, (gains, tokens, committed, of_size, value))).tolist()
     assert all(own[count - 1] for own, count in zip(gains, counts, strict=True) if count)
 
     def rate(counts):

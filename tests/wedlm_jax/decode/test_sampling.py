@@ -47,18 +47,6 @@ def test_the_first_of_the_largest_is_found(seed, levels):
 cut = jax.jit(truncate)
 
 
-def truncated(logits, *limits):
-    top_k, top_p, min_p = limits
-    return np.asarray(
-        cut(
-            jnp.array(logits),
-            jnp.array(top_k, jnp.int32),
-            jnp.array(top_p, jnp.float32),
-            jnp.array(min_p, jnp.float32),
-        )
-    )
-
-
 @pytest.mark.parametrize(
     ("top_k", "top_p"), [(50, 1.0), (0, 0.9), (50, 0.9), (1000, 0.5), (0, 0.01), (0, 1.0)]
 )
@@ -67,7 +55,8 @@ def test_truncation_of_a_whole_vocabulary_equals_numpy(top_k, top_p):
     logits = (3 * rng.normal(size=(3, QWEN))).astype(np.float32)
     logits[1] = np.round(logits[1])  # thousands of equals
     logits[2] = jnp.array(logits[2], jnp.bfloat16).astype(np.float32)
-    ours = np.isfinite(truncated(logits, [top_k] * 3, [top_p] * 3, [0] * 3))
+    limits = ([limit] * 3 for limit in (top_k, top_p, 0.0))
+    ours = np.isfinite(cut(logits, *map(jnp.array, limits)))
     for row, kept in zip(logits, ours, strict=True):
         order = np.argsort(-row, kind="stable")[: top_k or None]
         probability = reference.softmax(row[order].astype(np.float64))
@@ -111,7 +100,7 @@ INFINITE = float("inf")
     ],
 )
 def test_truncation_where_equals_and_rounding_decide(logits, top_k, top_p, min_p, kept):
-    ours = truncated(np.array([logits], np.float32), [top_k], [top_p], [min_p])
+    ours = cut(*(jnp.array([given]) for given in (logits, top_k, top_p, min_p)))
     assert np.flatnonzero(np.isfinite(ours[0])).tolist() == kept
 
 

@@ -65,15 +65,10 @@ def widths_in(compiled):
 def test_no_device_makes_the_whole_vocabulary(way):
     rows, vocab = 3, 8 * 1001
     mesh = make_mesh({"tensor": 8})
+    keys = jax.vmap(jax.random.key)(jnp.arange(rows))
+    limits = sampling.Limits(jnp.full(rows, 9), jnp.full(rows, 0.9), jnp.zeros(rows))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    of_rows = jax.tree.map(
-        lambda x: jax.device_put(x, everywhere),
-        (
-            jax.vmap(jax.random.key)(jnp.arange(rows)),
-            jnp.ones(rows, bool),
-            sampling.Limits(jnp.full(rows, 9), jnp.full(rows, 0.9), jnp.zeros(rows)),
-        ),
-    )
+    of_rows = jax.device_put((keys, jnp.ones(rows, bool), limits), everywhere)
     logits = jnp.zeros((rows, vocab))
     with jax.set_mesh(mesh):
         logits = jax.device_put(logits, NamedSharding(mesh, PartitionSpec(None, "tensor")))

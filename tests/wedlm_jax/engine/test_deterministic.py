@@ -3,14 +3,13 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
 from tests.examples.decode import (
     TINY,
-    Case,
     in_mode,
+    random_cases,
     run,
     say_the_same,
     small_engine,
@@ -20,7 +19,6 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 PARAMS = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("verified", "ar")]
-COUNT = 60
 
 
 def in_bfloat16(model):
@@ -39,25 +37,8 @@ def engine(tiny_model):
     return small_engine(in_bfloat16(tiny_model), PARAMS, window_size=16, deterministic=True)
 
 
-def some_cases(window, seed):
-    rng = np.random.default_rng(seed)
-    made = []
-    for number in range(COUNT):
-        prompt = tuple(rng.integers(2, 23, rng.integers(1, 28)).tolist())
-        params = SamplingParams(
-            mode="verified",
-            temperature=[0.0, 1.0][number % 2],
-            seed=number,
-            max_tokens=20,
-            draft_budget=6.0,
-            ignore_eos=True,
-        )
-        made.append(Case(prompt, params, int(rng.integers(1, window + 1))))
-    return made
-
-
 def test_verified_equals_autoregressive_alone_and_together(engine):
-    batch = some_cases(engine.settings.window, 0)
+    batch = random_cases(60, 0, window=engine.settings.window, draft_budget=6.0)
     drafted = run(engine, batch)
     expected = run(engine, [in_mode(case, "ar") for case in batch])
     assert all(map(say_the_same, drafted, expected))
@@ -88,7 +69,7 @@ def test_every_program_computes_the_same_to_the_bit(sequences):
         engine = small_engine(
             model, [], window_size=16, max_batch_size=sequences, deterministic=True
         )
-        batch = [in_mode(case, "verified", logprobs=2) for case in some_cases(16, 4)[:12]]
+        batch = random_cases(12, 4, window=16, draft_budget=6.0, logprobs=2)
         alone = [in_mode(case, "ar") for case in batch]
         expected = run(engine, alone)
         assert engine.device.traits.window == 0

@@ -3,7 +3,6 @@
 import dataclasses
 import threading
 
-import numpy as np
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -18,6 +17,7 @@ from tests.examples.decode import (
     batches,
     events_of,
     in_mode,
+    random_cases,
     reference,
     requests_of,
     run,
@@ -81,14 +81,9 @@ def test_what_is_expected_compiles_before_and_nothing_after(tiny_model):
     engine.compile()
     programs, spent = engine.num_programs, engine.compile_seconds
     assert spent > 0
-    rng = np.random.default_rng(0)
-    batch = [
-        Case(tuple(rng.integers(2, 22, rng.integers(1, 28)).tolist()), params, int(window))
-        for window in rng.integers(1, 3, 20)
-    ]
-    greedy = [in_mode(case, "verified", temperature=0.0) for case in batch]
+    batch = random_cases(20, 0, window=2, top_p=0.9)
     run(engine, batch)
-    run(engine, [*greedy, *batch[::-1]])
+    run(engine, batch[::-1])
     engine.update(tiny_model)
     run(engine, batch[:3])
     assert (engine.num_programs, engine.compile_seconds) == (programs, spent)

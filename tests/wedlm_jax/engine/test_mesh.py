@@ -8,14 +8,13 @@ import pytest
 
 from tests.examples.decode import (
     Case,
-    assert_logprobs_near,
-    in_mode,
+    assert_same,
     on_mesh,
     run,
-    say_the_same,
     small_engine,
 )
 from tests.examples.training import tiny_transformer
+from wedlm_jax.completion import total_drafts
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
@@ -32,15 +31,13 @@ HEADER = list(range(20, 56))
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15], [3, 4]]
 PROMPTS += [*([*HEADER, 60 + i] for i in range(6)), HEADER[:7], [*HEADER, 60]]
 PARAMS = [
-    SamplingParams(
-        max_tokens=n, temperature=t, mode=mode, seed=i, entropy_threshold=4.0, logprobs=1
-    )
-    for i, (n, t, mode) in enumerate(
+    SamplingParams(seed=i, entropy_threshold=4.0, draft_budget=50.0, logprobs=1, **options)
+    for i, options in enumerate(
         [
-            (9, 0.0, "paper"),
-            (12, 0.8, "verified"),
-            (5, 0.0, "ar"),
-            (8, 0.0, "verified"),
+            {"mode": "paper", "max_tokens": 9},
+            {"draft": "masks", "max_tokens": 12, "temperature": 0.8},
+            {"mode": "ar", "max_tokens": 5},
+            {"draft": "lookup", "max_tokens": 8},
         ]
     )
 ]
@@ -72,14 +69,9 @@ def engine_of(model, mesh=None, **options):
     return small_engine(model, PARAMS, mesh=mesh, **{**usual, **options})
 
 
-DRAFTS = {"lookup": 3, "backup_masks": 2}
-
-
 def drafting_engine(mesh=None):
     model = MODEL if mesh is None else on_mesh(MODEL, mesh)
-    engine = engine_of(model, mesh, **DRAFTS)
-    engine.expect([dataclasses.replace(PARAMS[1], draft="lookup")])
-    return engine
+    return engine_of(model, mesh, lookup=3, backup_masks=2)
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +95,10 @@ def test_tokens_and_counts_equal_those_of_one_device(sizes, expected, on_eight):
     engine.scheduler = engine._new_scheduler()  # what is cached is counted
     assert engine.settings.replicas == sizes.get("data", 1)
     results = run(engine, CASES)
-    assert without_logprobs(results) == without_logprobs(expected)
+    assert total_drafts(results).masks > 0
+    assert total_drafts(results).lookup > 0
     for ours, theirs in zip(results, expected, strict=True):
-        assert_logprobs_near(ours, theirs)
+        assert_same(ours, theirs)
     counters = engine.counters
     assert counters.pages_used == 0
     # The seven with the header share its four full pages, computed once a replica at most.
@@ -138,25 +131,19 @@ def test_rounded_weights_and_caches_on_a_mesh():
     assert without_logprobs(run(sharded, CASES)) == without_logprobs(run(rounded, CASES))
 
 
-def test_verified_equals_autoregressive_on_a_mesh(on_eight):
-    drafting = [
-        in_mode(case, "verified", draft_budget=50.0, draft=("masks", "lookup")[i % 2])
-        for i, case in enumerate(CASES)
+def asking(lengths):
+    """Requests for completions of these lengths."""
+    options = {"mode": "ar", "ignore_eos": True}
+    return [
+        Request(i, (7, 70 + i), SamplingParams(max_tokens=most, **options))
+        for i, most in enumerate(lengths)
     ]
-    expected = run(on_eight, [in_mode(case, "ar") for case in CASES])
-    results = run(on_eight, drafting)
-    assert all(map(say_the_same, results, expected))
-    assert sum(result.drafts.lookup for result in results) > 0
 
 
 def test_forwards_are_those_of_the_busiest_replica_and_tokens_those_of_all(on_eight):
     """Replicas run at the same time: a forward takes as long on two as on one."""
-    params = SamplingParams(mode="ar", max_tokens=6, ignore_eos=True)
     lengths = (6, 3)
-    requests = [
-        Request(i, (7, 70 + i), dataclasses.replace(params, max_tokens=most))
-        for i, most in enumerate(lengths)
-    ]
+    requests = asking(lengths)
     before = on_eight.device.counters.copy()
     events = on_eight.step(requests)
     running = {event.number for event in events if isinstance(event, TokenDelta)}
@@ -175,11 +162,7 @@ def test_a_burst_ends_once_each_replica_has_finished_its_share():
     """A quarter of its own sequences, not as many as a quarter of all, which is all of its own."""
     mesh = mesh_of({"data": 4})
     engine = engine_of(on_mesh(MODEL, mesh), mesh, window_size=0)
-    params = SamplingParams(mode="ar", ignore_eos=True)
-    requests = [
-        Request(i, (7, 80 + i), dataclasses.replace(params, max_tokens=most))
-        for i, most in enumerate([3] * 4 + [40] * 4)
-    ]
+    requests = asking([3] * 4 + [40] * 4)
     engine.step(requests, max_forwards=0)
     assert [one.index // 2 for one in engine.scheduler.sequences] == [0, 1, 2, 3] * 2
     done = [e.number for e in engine.step(max_forwards=30) if isinstance(e, Finished)]

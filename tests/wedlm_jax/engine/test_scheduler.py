@@ -98,8 +98,8 @@ def test_a_number_is_under_way_once_and_prefixes_are_forgotten_between_requests_
 # --- aborts and errors --------------------------------------------------------------------
 
 
-class FaultyDevice(FakeDevice):
-    """A device whose reports can be changed."""
+class ChangedDevice(FakeDevice):
+    """A device whose reports are changed."""
 
     def __init__(self, sizes, changes):
         super().__init__(sizes)
@@ -111,7 +111,7 @@ class FaultyDevice(FakeDevice):
 
 def faulty(**changes):
     sizes = small_sizes(longest_burst=1)
-    return Scheduler(FaultyDevice(sizes, changes), sizes, WindowChoice(0))
+    return Scheduler(ChangedDevice(sizes, changes), sizes, WindowChoice(0))
 
 
 def test_an_error_ends_its_sequence_alone():
@@ -150,12 +150,10 @@ def test_a_device_that_does_nothing_is_not_asked_for_ever():
 
 
 def test_bursts_end_when_somebody_who_waits_may_begin():
-    scheduler, device = new(sequences_each=2, longest_burst=64)
-    scheduler.step([request(0, [1], max_tokens=5), request(1, [2], max_tokens=50)])
-    assert device.bursts[-1].until_finished.tolist() == [2]
-    scheduler, device = new(sequences_each=2, longest_burst=64)
-    scheduler.step([request(i, [i], max_tokens=5 + 45 * i) for i in range(3)])
-    assert device.bursts[-1].until_finished.tolist() == [1]
+    for count, until_finished in ((2, 2), (3, 1)):
+        scheduler, device = new(sequences_each=2, longest_burst=64)
+        scheduler.step([request(i, [i], max_tokens=5 + 45 * i) for i in range(count)])
+        assert device.bursts[-1].until_finished.tolist() == [until_finished]
     scheduler.step()
     assert device.admitted == [0, 1, 2]
 
@@ -181,15 +179,8 @@ def test_windows_learn_from_bursts(traced):
         def observe(self, running, burst, report, seconds):
             seen.append(([one.num_output for one in running], burst, report, seconds))
 
-    class Recording(FakeDevice):
-        def collect(self, ticket):
-            forward = WindowForward(0, [], [], [], [], 0.1, 0.1)
-            return dataclasses.replace(
-                super().collect(ticket), traced={0: forward} if traced else {}
-            )
-
-    sizes = small_sizes()
-    device = Recording(sizes)
+    sizes, forward = small_sizes(), WindowForward(0, [], [], [], [], 0.1, 0.1)
+    device = ChangedDevice(sizes, {"traced": {0: forward} if traced else {}})
     scheduler = Scheduler(device, sizes, Watching(WINDOW))
     scheduler.step([dataclasses.replace(request(1, [1]), traced=traced)])
     ((before, burst, report, seconds),) = seen

@@ -28,18 +28,15 @@ def test_the_most_tokens_that_fit_do_and_one_more_does_not(tiny_model):
             engine.check([3] * 5, dataclasses.replace(PLAIN, max_tokens=most + 1))
 
 
-def test_a_window_wider_than_the_engine_s_is_refused(streaming_engine):
+def test_a_prompt_or_a_window_that_just_fits_and_one_that_does_not(streaming_engine):
+    streaming_engine.check([23, 0] * 20, SamplingParams(max_tokens=8))
+    with pytest.raises(InputError, match="exceed max_model_len"):
+        streaming_engine.decode([Request(0, [3] * 40, PLAIN)])
     widest = streaming_engine.settings.window
     streaming_engine.check_window(widest)
     for window in (-1, widest + 1):
         with pytest.raises(InputError, match=f"window_size: expected 0 to {widest}"):
             streaming_engine.check_window(window)
-
-
-def test_a_prompt_that_just_fits_is_not_refused(streaming_engine):
-    streaming_engine.check([23, 0] * 20, SamplingParams(max_tokens=8))
-    with pytest.raises(InputError, match="exceed max_model_len"):
-        streaming_engine.decode([Request(0, [3] * 40, PLAIN)])
 
 
 @pytest.mark.parametrize(
@@ -72,11 +69,10 @@ def test_without_a_mask_token_only_a_window_of_0_runs():
 # --- memory -------------------------------------------------------------------------------
 
 PAGE = 16
-EACH = bytes_per_page(TINY, PAGE, "float32")
 
 
-def planned(platform, *, tokens, limit):
-    """The plan for 4 sequences of so many tokens on a device of ``limit`` pages."""
+def planned(platform, tokens, limit):
+    """Pages for 4 sequences of so many tokens on a device of ``limit`` pages."""
     return plan_pages(
         TINY,
         weights=0,
@@ -86,25 +82,23 @@ def planned(platform, *, tokens, limit):
         sequences=4,
         dtype="float32",
         platform=platform,
-        limit=limit * EACH,
+        limit=limit * bytes_per_page(TINY, PAGE, "float32"),
     )
 
 
-def test_a_cpu_holds_all_sequences_of_a_short_context():
-    assert planned("cpu", tokens=512, limit=10**6).cached_tokens == SPARE * 4 * 512
-
-
-def test_a_long_context_takes_a_cpu_no_more_memory_than_a_usual_one():
-    usual = SPARE * 4 * CPU_TOKENS
-    assert planned("cpu", tokens=4096, limit=10**6).cached_tokens == usual
-    # One sequence may be as long as the context.
-    assert planned("cpu", tokens=32768, limit=10**6).cached_tokens == 32768
-
-
-def test_an_accelerator_gives_pages_what_is_left():
-    assert planned("tpu", tokens=32768, limit=10_000).num_pages == 9500
+@pytest.mark.parametrize(
+    ("platform", "tokens", "limit", "cached"),
+    [
+        ("cpu", 512, 10**6, SPARE * 4 * 512),  # all sequences
+        ("cpu", 4096, 10**6, SPARE * 4 * CPU_TOKENS),  # no more than for a usual context
+        ("cpu", 32768, 10**6, 32768),  # one sequence may be as long as the context
+        ("tpu", 32768, 10_000, (9500 - 1) * PAGE),  # what is left
+    ],
+)
+def test_pages_are_planned_for_the_memory_of_a_machine(platform, tokens, limit, cached):
+    assert planned(platform, tokens, limit).cached_tokens == cached
 
 
 def test_a_context_that_does_not_fit_is_refused():
     with pytest.raises(InputError, match="lower max_model_len"):
-        planned("tpu", tokens=32768, limit=1000)
+        planned("tpu", 32768, 1000)

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from tests.examples.checkpoints import tiny_config, tiny_model
-from tests.examples.decode import events_of, say_the_same, small_engine
+from tests.examples.decode import (
+    events_of,
+    in_mode,
+    random_cases,
+    requests_of,
+    run,
+    say_the_same,
+    small_engine,
+)
 from tests.examples.grammar import RandomAutomata
 from wedlm_jax.decode import spans
 from wedlm_jax.engine import probe
@@ -81,31 +89,17 @@ def decode(engine, requests):
 def test_windows_that_come_and_go_change_no_token_and_compile_nothing(
     engine, autoregressive_engine
 ):
-    rng = np.random.default_rng(3)
-    requests = [
-        Request(
-            i,
-            tuple(rng.integers(2, 22, rng.integers(1, 20)).tolist()),
-            SamplingParams(
-                mode=("verified", "verified", "ar")[i % 3],
-                max_tokens=20,
-                temperature=0.8 * (i % 2),
-                seed=i,
-                draft_budget=4.0,
-            ),
-        )
-        for i in range(12)
+    batch = [
+        in_mode(case, ("verified", "verified", "ar")[i % 3])
+        for i, case in enumerate(random_cases(12, 3, draft_budget=4.0))
     ]
+    requests = [dataclasses.replace(one, window=None) for one in requests_of(batch)]
     programs = engine.num_programs
     results, rooms = decode(engine, requests)
     assert rooms == {0, engine.settings.window}
     assert engine.num_programs == programs
-    plain = [
-        dataclasses.replace(one, params=dataclasses.replace(one.params, mode="ar"))
-        for one in requests
-    ]
-    for ours, theirs in zip(results, autoregressive_engine.decode(plain), strict=True):
-        assert say_the_same(ours, theirs)
+    expected = run(autoregressive_engine, [in_mode(case, "ar") for case in batch])
+    assert all(map(say_the_same, results, expected))
     assert all(sum(result.drafts[at] for result in results) for at in (0, 2)), "of both kinds"
 
 

@@ -74,13 +74,7 @@ def table(device, wrong=0.0, seed=0):
 
 def decode(windows, device, sequences, *works, **options):
     """Decodes one work after the other; returns the speed of the last."""
-    simulation = Simulation(
-        windows,
-        DEVICES[device],
-        sequences,
-        windowless=WINDOWLESS,
-        **options,  # type: ignore[arg-type]
-    )
+    simulation = Simulation(windows, DEVICES[device], sequences, windowless=WINDOWLESS, **options)
     return [simulation.decode(work) for work in works][-1]
 
 
@@ -91,6 +85,12 @@ def fixed_speeds(device, sequences, text, mode):
     return {
         width: decode(WindowChoice(width), device, sequences, work, mode=mode) for width in WIDTHS
     }
+
+
+def choosing(device, sequences, **options):
+    """A simulation with chosen windows."""
+    windows = AutoWindows(16, sequences, table(device))
+    return Simulation(windows, DEVICES[device], sequences, **options)
 
 
 def speed(device, sequences, text, *, mode="verified", wrong=0.3, seed=0, worsen=None):
@@ -117,11 +117,8 @@ def test_never_slower_than_without_and_nearly_as_fast_as_the_best(sequences, tex
         seeds = range(12 if hardest else 2)
         speeds = [speed(device, sequences, text, seed=seed) for seed in seeds]
         assert min(speeds) > 0.97 * fixed[0], (device, speeds, fixed)
-        assert np.mean(speeds) > (0.85 if hardest else 0.9) * max(fixed.values()), (
-            device,
-            speeds,
-            fixed,
-        )
+        least = (0.85 if hardest else 0.9) * max(fixed.values())
+        assert np.mean(speeds) > least, (device, speeds, fixed)
 
 
 @pytest.mark.parametrize("sequences", SOME_SEQUENCES)
@@ -188,8 +185,7 @@ def test_trials_of_windows_cost_what_they_may(monkeypatch):
 
 
 def test_a_new_sequence_of_a_hopeless_kind_begins_without():
-    windows = AutoWindows(16, 8, table("cpu"))
-    simulation = Simulation(windows, CPU_COSTS, 8, windowless=WINDOWLESS)
+    simulation = choosing("cpu", 8, windowless=WINDOWLESS)
     simulation.decode(scripts((HARD,), 200, 0))
     simulation.chosen.clear()
     simulation.decode(scripts((HARD,), 200, 1))
@@ -233,10 +229,9 @@ def test_doubtful_costs_do_not_slow_many_sequences_down():
 
 
 def test_another_text_gets_other_windows():
-    windows = AutoWindows(16, 1, table("cpu"))
-    simulation = Simulation(windows, CPU_COSTS, 1)
-    for texts, narrow in (((REASONING,), False), ((PROSE,), True), ((REASONING,), False)):
-        simulation.decode(scripts(texts, 80, 0))
+    simulation = choosing("cpu", 1)
+    for text, narrow in ((REASONING, False), (PROSE, True), (REASONING, False)):
+        simulation.decode(scripts((text,), 80, 0))
         last = [chosen[0] for chosen in simulation.chosen[-20:]]
         share = np.mean([width <= 4 for width in last])
         assert share > 0.7 if narrow else share < 0.3
@@ -244,8 +239,7 @@ def test_another_text_gets_other_windows():
 
 def test_more_sequences_get_narrower_windows_at_once():
     """Eight on a CPU decode autoregressively, one does not; and back."""
-    windows = AutoWindows(16, 8, table("cpu"))
-    simulation = Simulation(windows, CPU_COSTS, 8)
+    simulation = choosing("cpu", 8)
     for _ in range(3):
         simulation.decode(scripts((REASONING,), 16, 1))
         before = len(simulation.chosen)
@@ -304,7 +298,7 @@ def test_reports_are_read_by_what_their_burst_says():
     """The next burst may be chosen before, and sequences may have left."""
 
     class Ahead(AutoWindows):
-        def observe(self, running, burst, report, seconds):  # type: ignore[no-untyped-def]
+        def observe(self, running, burst, report, seconds):
             for one in running:
                 one.window = 3  # a choice since
             self.choose(running[: len(running) // 2 + 1])
