@@ -145,12 +145,26 @@ class Handle:
         return chunk
 
     def _grow(self, delta: TokenDelta) -> None:
-        before = self.completion.text
+        before = self.completion
         text = None if self._growing is None else self._growing.add(delta.token_ids)
-        self.completion = now = _extended(self.completion, delta, text)
-        if text is None or before is None or self._stop is None:
+        logprobs = before.logprobs
+        if delta.logprobs is not None:
+            logprobs = [*(logprobs or []), *delta.logprobs]
+        self.completion = now = dataclasses.replace(
+            before,
+            text=text,
+            token_ids=before.token_ids + delta.token_ids,
+            num_forwards=delta.num_forwards,
+            num_token_instances=delta.num_token_instances,
+            forwards_at=before.forwards_at + delta.forwards_at,
+            instances_at=before.instances_at + delta.instances_at,
+            drafts_at=before.drafts_at + delta.drafts_at,
+            logprobs=logprobs,
+            num_cached_tokens=delta.num_cached_tokens,
+        )
+        if text is None or before.text is None or self._stop is None:
             return
-        if self._stop.stands_in(text, len(before)):
+        if self._stop.stands_in(text, len(before.text)):
             found = complete(self._codec, now, self._params)
             if found.finish_reason is not None:
                 self.abort()
@@ -304,25 +318,6 @@ def sample_params(params: SamplingParams) -> Iterator[SamplingParams]:
     assert params.seed is not None, "drawn when the prompt was prepared"
     for sample in range(params.n):
         yield dataclasses.replace(params, n=1, seed=sample_seed(params.seed, sample))
-
-
-def _extended(result: Completion, delta: TokenDelta, text: str | None) -> Completion:
-    """Returns the completion with an event's tokens appended, and with the new ``text``."""
-    logprobs = result.logprobs
-    if delta.logprobs is not None:
-        logprobs = [*(logprobs or []), *delta.logprobs]
-    return dataclasses.replace(
-        result,
-        text=text,
-        token_ids=result.token_ids + delta.token_ids,
-        num_forwards=delta.num_forwards,
-        num_token_instances=delta.num_token_instances,
-        forwards_at=result.forwards_at + delta.forwards_at,
-        instances_at=result.instances_at + delta.instances_at,
-        drafts_at=result.drafts_at + delta.drafts_at,
-        logprobs=logprobs,
-        num_cached_tokens=delta.num_cached_tokens,
-    )
 
 
 def complete(codec: TextCodec | None, result: Completion, params: SamplingParams) -> Completion:

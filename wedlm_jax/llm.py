@@ -197,8 +197,8 @@ class LLM:
         *,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> list[Completion]:
-        """Returns one completion per prompt, in order; if ``n`` is above 1, its ``samples`` has all
-        ``n``.
+        """Completes prompts, and returns their completions in order. If ``n`` is above 1, the
+        ``samples`` of each has all ``n``.
 
         Args:
           prompts: texts or token-id lists, one or many.

@@ -64,56 +64,33 @@ def make_spans(rng, lengths, before, *, page_size, columns=None, num_pages=None)
 
 
 def make_example(
-    seed,
-    lengths,
-    before,
-    *,
-    page_size=4,
-    kv_heads=2,
-    group=2,
-    head_dim=8,
-    padding=0,
-    columns=None,
-    num_pages=None,
+    seed, lengths, before, *, page_size=4, kv_heads=2, group=2, head_dim=8, padding=0, **sizes
 ):
+    """Returns an example of spans; ``sizes`` are those of `make_spans`."""
     rng = np.random.default_rng(seed)
-    spans, num_pages = make_spans(
-        rng, lengths, before, page_size=page_size, columns=columns, num_pages=num_pages
-    )
+    spans, num_pages = make_spans(rng, lengths, before, page_size=page_size, **sizes)
     size = sum(lengths) + padding
-    pool_shape = (LAYERS * num_pages, page_size, 2 * kv_heads, head_dim)
-
-    def numbers(*shape):
-        return rng.standard_normal(shape).astype(np.float32)
-
-    return Example(
-        spans,
-        numbers(*pool_shape),
-        numbers(size, kv_heads * group, head_dim),
-        numbers(size, kv_heads, head_dim),
-        numbers(size, kv_heads, head_dim),
-    )
+    shapes = [
+        (LAYERS * num_pages, page_size, 2 * kv_heads, head_dim),
+        (size, kv_heads * group, head_dim),
+        (size, kv_heads, head_dim),
+        (size, kv_heads, head_dim),
+    ]
+    return Example(spans, *(rng.standard_normal(shape).astype(np.float32) for shape in shapes))
 
 
-def run_xla(example, dtype=jnp.float32, *, deterministic=False, tile=6, together=False):
+def run_xla(example, dtype=jnp.float32, **options):
     """What all tokens attend to ``[T, H, head_dim]`` in layer `LAYER`, and the pages behind it."""
-    given = jnp.float32 if dtype == jnp.int8 else dtype
-    tokens = [jnp.array(x, given) for x in (example.q, example.k, example.v)]
-    pages = jnp.array(example.pool)
-    pages = to_int8(pages) if dtype == jnp.int8 else pages.astype(dtype)
-    return _write_and_attend(
-        example.spans,
-        pages,
-        *tokens,
-        example.num_pages,
-        deterministic=deterministic,
-        tile=tile,
-        together=together,
-    )
+    rounded = dtype == jnp.int8
+    spans, pages, *tokens = example.arguments(jnp.float32 if rounded else dtype)
+    pages = to_int8(pages) if rounded else pages
+    return _write_and_attend(spans, pages, *tokens, example.num_pages, **options)
 
 
 @partial(jax.jit, static_argnames=("num_pages", "deterministic", "tile", "together"))
-def _write_and_attend(spans, pages, q, k, v, num_pages, *, deterministic, tile, together):
+def _write_and_attend(
+    spans, pages, q, k, v, num_pages, *, deterministic=False, tile=6, together=False
+):
     size, page_size = q.shape[0], pages.shape[1]
     places = token_places(spans, size, page_size)
     how = {"deterministic": deterministic, "together": together}

@@ -1,7 +1,6 @@
 """Events of a sequence add up to its completion, in whatever pieces they come."""
 
 import copy
-import dataclasses
 import pickle
 import random
 
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.wedlm_jax.test_text import TEXTS, byte_tokenizer, write_tokenizer
 from wedlm_jax.completion import Completion
-from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.generation import Handle, complete
 from wedlm_jax.params import SamplingParams
@@ -99,21 +97,26 @@ def test_growing_text_decodes_its_end_alone(codec, monkeypatch):
     stop=st.lists(st.sampled_from(["ab", "ï", "plain", "�", "\n\n", "zzz"]), max_size=3),
     early=st.integers(0, 40),
     ended=st.booleans(),
+    bare=st.booleans(),
 )
-def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended):
+def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended, bare):
+    """Without a tokenizer and stop strings, tokens alone."""
     ids = data.draw(long_ids | long_texts.map(codec.encode))
     end = [257] if ended else []  # <|im_end|>
     params = SamplingParams(stop=tuple(stop), min_tokens=early, max_tokens=10_000)
     result = result_of(ids + end, "stop" if ended else "length")
-    whole = complete(codec, result, params)
+    bare &= not stop
+    given_codec = None if bare else codec
+    whole = complete(given_codec, result, params)
     if not stop:
-        assert (whole.text, whole.token_ids) == (codec.complete_text(ids), ids + end)
+        text = None if bare else codec.complete_text(ids)
+        assert (whole.text, whole.token_ids) == (text, ids + end)
     else:
         unstopped = len(ids + end), codec.complete_text(ids)
         count, text = StopStrings(codec, stop, early).find(ids) or unstopped
         assert (whole.text, len(whole.token_ids)) == (text, count)
     loop = Loop()
-    handle, pieces = Handle(loop, codec, (), params, None), []
+    handle, pieces = Handle(loop, given_codec, (), params, None), []
     parts = deltas(result, cuts)
     for number, delta in enumerate(parts):
         handle.take(delta)
@@ -125,26 +128,14 @@ def test_pieces_add_up_to_the_completion(codec, data, cuts, stop, early, ended):
             pieces.append(piece)
         if handle.is_over:
             break
+        assert handle.piece() is None
     assert handle.completion == whole
     assert handle.counts == (len(whole.token_ids), whole.num_forwards, whole.num_token_instances)
     assert loop.aborted == [0] * stopped
-    assert "".join(piece.text for piece in pieces) == whole.text
+    assert "".join(piece.text for piece in pieces) == (whole.text or "")
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
     assert [piece.completion.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert whole.num_cached_tokens == 7
-
-
-def test_without_a_tokenizer_there_are_tokens_alone():
-    result = result_of([3, 4, 5])
-    handle = Handle(Loop(), None, (), SamplingParams(), None)
-    handle.take(deltas(result, [2])[0])
-    piece = handle.piece()
-    assert (piece.text, piece.token_ids) == ("", [3, 4])
-    assert handle.piece() is None
-    handle.take(Finished(REQUEST, result))
-    assert handle.completion == dataclasses.replace(handle.completion, text=None)
-    piece = handle.piece()
-    assert (piece.token_ids, piece.completion.finish_reason) == ([5], "length")
 
 
 def test_a_failure_is_raised_and_ends_the_sequence():
@@ -152,18 +143,6 @@ def test_a_failure_is_raised_and_ends_the_sequence():
     with pytest.raises(RuntimeError, match="lost"):
         handle.take(Failed(REQUEST, RuntimeError("lost")))
     assert handle.is_over
-
-
-# --- a completion cut at one of its tokens -----------------------------------------------
-
-
-def test_a_cut_completion_is_what_it_was_at_that_token():
-    logprobs = [TokenLogprob(-float(i), [(i, -float(i))]) for i in range(4)]
-    whole = dataclasses.replace(result_of([5, 6, 7, 8]), logprobs=logprobs)
-    cut = dataclasses.replace(result_of([5, 6, 7], "stop"), logprobs=logprobs[:3])
-    assert whole.cut(3) == cut
-    assert len(whole.token_ids) == 4
-    assert result_of([5, 6]).cut(1).logprobs is None
 
 
 @pytest.mark.parametrize(

@@ -188,12 +188,14 @@ def test_bad_words_as_texts(llm, whole):
 def test_after_a_warm_up_nothing_is_compiled(folder, whole):
     llm = LLM(folder, window_size=4, **SMALL)
     llm.warm_up([SAMPLED, VERIFIED])
-    programs = llm.engine.num_programs
+    programs, spent = llm.engine.num_programs, llm.engine.compile_seconds
+    assert spent > 0
     prompts = [[token] * length for token, length in enumerate([5, 36, 290, 28, 3, 17] * 2, 3)]
     llm.generate(prompts, dataclasses.replace(SAMPLED, max_tokens=9))
     assert llm.generate(PROMPTS, GREEDY) == whole
-    list(llm.stream(PROMPTS[0], dataclasses.replace(VERIFIED, stop="never")))
-    assert llm.engine.num_programs == programs
+    params = dataclasses.replace(VERIFIED, stop="never", temperature=0.0)
+    list(llm.stream(PROMPTS[0], params, window=2))
+    assert (llm.engine.num_programs, llm.engine.compile_seconds) == (programs, spent)
 
 
 def test_prompts_are_read_only_some_way_ahead(llm):

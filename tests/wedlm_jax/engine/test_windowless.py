@@ -176,13 +176,19 @@ def test_a_single_program_has_the_costs_of_both_and_noise_gives_no_negative_ones
     np.testing.assert_allclose(table.of_sizes((1, 16), windowless=True), 0.01)
 
 
+def prepared_device(model):
+    """That of an engine for one sequence."""
+    engine = Engine(model, EngineConfig(max_batch_size=1, window_size="auto"))
+    engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
+    return engine.device
+
+
 def test_a_larger_forward_is_timed_with_a_prompt(tiny_model):
     """One sequence decodes few tokens; its prompt runs in a larger forward, of either program. A
     burst for which the state was resized does not tell what forwards take."""
-    engine = Engine(tiny_model, EngineConfig(max_batch_size=1, window_size="auto"))
-    engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
+    device = prepared_device(tiny_model)
     for windowless, resized in [(True, True), (True, False), (False, True), (False, False)]:
-        ((forwards, _, report),) = _timed_prompt(engine.device, 40, windowless)
+        ((forwards, _, report),) = _timed_prompt(device, 40, windowless)
         assert (forwards, report.num_run, report.windowless) == (1, 1, windowless)
         assert report.timed == (not resized)
         # Beside the prompt: a window and the token before it, or that token alone.
@@ -202,8 +208,7 @@ def test_prompts_are_timed_with_both_programs(monkeypatch):
     monkeypatch.setattr(probe, "_timed_prompt", timed_prompt)
     monkeypatch.setattr(spans, "_grid", lambda *_: [32, 64, 128])
     model = tiny_model(tiny_config(max_position_embeddings=512))
-    engine = Engine(model, EngineConfig(max_batch_size=1, window_size="auto"))
-    engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
+    device = prepared_device(model)
     monkeypatch.setattr(probe, "SECONDS", 60.0)  # most of which goes into compiling here
-    probe.measured(engine.device)
+    probe.measured(device)
     assert set(timed) == {(128, False), (128, True)}
