@@ -201,7 +201,8 @@ class _Prompt:
 
 
 class Generation:
-    """One call of `LLM.run`, whose arguments it has: an iterator over batches of completions.
+    """One call that decodes prompts: an iterator over batches of completions. `LLM.run` describes
+    the arguments that are not listed here.
 
     Args:
       loop: the engine's loop.
@@ -261,8 +262,8 @@ class Generation:
 
     def _submit(self) -> None:
         if self._stopping():
-            # Prompts without tokens, and prompts with samples that were never submitted, which
-            # would never be complete, since no more samples are started.
+            # Prompts without tokens are given up, and prompts with samples that were never
+            # submitted: no more samples are started, so these would never be complete.
             self._give_up(
                 prompt
                 for prompt in self._under_way.values()

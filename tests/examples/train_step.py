@@ -9,6 +9,7 @@ import optax
 from flax import nnx
 
 from tests.examples.training import BLOCK, MASK_TOKEN, packed, random_sample, tiny_transformer
+from tests.examples.training import DIVIDED as DIVIDED
 from train.optimizer import make_optimizer
 from train.recipe.config import OptimizerSection
 from train.step import Objective, TrainState, accumulate, make_train_step, prepare_given
@@ -18,14 +19,6 @@ LENGTH, CHUNK = 32, 4
 LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 0.01, 0.1, 0.5
 B1, B2, EPSILON = 0.9, 0.95, 1e-8
 KEY = jax.random.key(11)
-DIVIDED = {
-    "vocab_size": 104,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
-"""Sizes that a mesh of eight devices divides."""
 
 OBJECTIVE = Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=CHUNK))
 GRAPH, PARAMETERS = nnx.split(tiny_transformer())

@@ -48,6 +48,16 @@ PLAIN = ModelConfig(
 )
 
 
+DIVIDED = {
+    "vocab_size": 104,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""Sizes that a mesh of eight devices divides."""
+
+
 def tiny_transformer(**changes):
     return Transformer(dataclasses.replace(TINY, **changes), rngs=nnx.Rngs(5))
 

@@ -71,21 +71,9 @@ def until_finished(mailbox, count):
     return events
 
 
-def ask(loop, box, *lengths):
-    """Submits requests for completions of these lengths."""
-    requests = [Request(loop.new_number(), range(n), PARAMS, handle=box) for n in lengths]
-    loop.submit(requests)
-    return requests
-
-
 @pytest.fixture
 def echo():
     return Echo()
-
-
-@pytest.fixture
-def box():
-    return Mailbox()
 
 
 @pytest.fixture
@@ -111,12 +99,10 @@ def test_each_caller_gets_its_own_events(echo, loop):
     assert 0.5 in echo.seconds
 
 
-def test_the_thread_serves_the_next_request_too_and_ends_when_none_comes(
-    echo, loop, box, monkeypatch
-):
-    threads = set()
+def test_the_thread_serves_the_next_request_too_and_ends_when_none_comes(echo, loop, monkeypatch):
+    box, threads = Mailbox(), set()
     for _ in range(3):
-        ask(loop, box, 3)
+        loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
         until_finished(box, 1)
         threads.add(loop._thread)
     (thread,) = threads
@@ -126,13 +112,14 @@ def test_the_thread_serves_the_next_request_too_and_ends_when_none_comes(
         assert thread.is_alive(), "the engine is somebody's: it is not idle"
     thread.join(5)
     assert not thread.is_alive()
-    ask(loop, box, 3)
+    loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
     until_finished(box, 1)
 
 
-def test_a_loop_without_requests_leaves_the_engine_to_others(echo, loop, box, monkeypatch):
+def test_a_loop_without_requests_leaves_the_engine_to_others(echo, loop, monkeypatch):
     monkeypatch.setattr("wedlm_jax.engine.loop.IDLE_SECONDS", 0.02)
-    ask(loop, box, 3)
+    box = Mailbox()
+    loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
     until_finished(box, 1)
     steps = echo.steps
     echo.running = {99: [Request(99, range(5), PARAMS), 0]}  # another's request
@@ -141,8 +128,10 @@ def test_a_loop_without_requests_leaves_the_engine_to_others(echo, loop, box, mo
     assert (echo.steps, [*echo.running]) == (steps, [99])
 
 
-def test_nothing_comes_of_what_is_aborted_and_close_aborts_the_rest(echo, loop, box):
-    first, second = ask(loop, box, 10**6, 10**6)
+def test_nothing_comes_of_what_is_aborted_and_close_aborts_the_rest(echo, loop):
+    box = Mailbox()
+    first, second = (Request(loop.new_number(), range(10**6), PARAMS, handle=box) for _ in range(2))
+    loop.submit([first, second])
     assert box.take()
     loop.abort([first.number])
     while first.number in echo.running:
@@ -154,40 +143,43 @@ def test_nothing_comes_of_what_is_aborted_and_close_aborts_the_rest(echo, loop, 
     assert not loop.is_busy
 
 
-def test_a_pause_is_the_callers_own(echo, loop, box):
+def test_a_pause_is_the_callers_own(echo, loop):
+    box = Mailbox()
     echo.gate.clear()
-    ask(loop, box, 3)
+    loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
     assert echo.entered.wait(30)
     threading.Timer(0.05, echo.gate.set).start()
     with loop.paused():
         steps = echo.steps
         assert steps == 1, "it waits for the step under way"
-        ask(loop, box, 3)
+        loop.submit([Request(loop.new_number(), range(3), PARAMS, handle=box)])
         time.sleep(0.05)
         assert echo.steps == steps
     until_finished(box, 2)
 
 
-def test_a_failure_is_everybodys_and_the_next_request_finds_a_fresh_engine(echo, loop, box):
+def test_a_failure_is_everybodys_and_the_next_request_finds_a_fresh_engine(echo, loop):
+    box = Mailbox()
     echo.gate.clear()
-    ask(loop, box, 9)
-    ask(loop, box, 9)
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
     echo.fails = True
     echo.gate.set()
     events = until_finished(box, 2)
     assert [str(event.error) for event in events if isinstance(event, Failed)] == ["lost"] * 2
     echo.fails = False
     assert loop.restarts
-    ask(loop, box, 2)
+    loop.submit([Request(loop.new_number(), range(2), PARAMS, handle=box)])
     assert isinstance(until_finished(box, 1)[-1], Finished)
 
 
-def test_an_engine_that_cannot_start_afresh_fails_all(echo, loop, box):
+def test_an_engine_that_cannot_start_afresh_fails_all(echo, loop):
+    box = Mailbox()
     echo.fails, echo.restart = True, lambda: 1 / 0
-    ask(loop, box, 9)
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
     until_finished(box, 1)
     echo.running.clear()
-    ask(loop, box, 9)
+    loop.submit([Request(loop.new_number(), range(9), PARAMS, handle=box)])
     (failed,) = until_finished(box, 1)
     assert loop.is_broken
     assert "could not be restarted" in str(failed.error)
@@ -209,12 +201,6 @@ def test_tokens_are_held_for_a_patient_caller_and_a_last_event_is_not():
     assert caller.released(9.0) == []
 
 
-def run_script(script):
-    return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 @pytest.mark.parametrize(
     "last", [pytest.param("sys.exit(3)", marks=pytest.mark.full), "raise KeyboardInterrupt"]
 )
@@ -228,7 +214,9 @@ stream = llm.stream("the cat", SamplingParams(max_tokens=200, ignore_eos=True))
 next(stream)
 {last}
 """
-    ended = run_script(script)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == (3 if "exit" in last else -2), ended.stderr
     assert "Fatal" not in ended.stderr
     assert "terminate" not in ended.stderr
@@ -255,7 +243,9 @@ llm = LLM({str(folder)!r}, window_size=0, max_batch_size=1)
 print("begun", time.time(), flush=True)
 exit_process(run_command("it", lambda: llm.generate("the cat")))
 """
-    ended = run_script(script)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     took = time.time() - float(ended.stdout.split()[1])
     assert (ended.returncode, ended.stderr.splitlines()[-1]) == (130, "it: interrupted")
     assert took < 30

@@ -13,20 +13,14 @@ from tests.examples.decode import (
     run,
     small_engine,
 )
-from tests.examples.training import tiny_transformer
+from tests.examples.training import DIVIDED, tiny_transformer
 from wedlm_jax.completion import total_drafts
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh
 
-MODEL = tiny_transformer(
-    vocab_size=104,
-    hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-)
+MODEL = tiny_transformer(**DIVIDED)
 HEADER = list(range(20, 56))
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15], [3, 4]]
 PROMPTS += [*([*HEADER, 60 + i] for i in range(6)), HEADER[:7], [*HEADER, 60]]
