@@ -87,10 +87,9 @@ def fixed_speeds(device, sequences, text, mode):
     }
 
 
-def choosing(device, sequences, **options):
+def choosing(device, sequences):
     """A simulation with chosen windows."""
-    windows = AutoWindows(16, sequences, table(device))
-    return Simulation(windows, DEVICES[device], sequences, **options)
+    return Simulation(AutoWindows(16, sequences, table(device)), DEVICES[device], sequences)
 
 
 def speed(device, sequences, text, *, mode="verified", wrong=0.3, seed=0, worsen=None):
@@ -182,15 +181,6 @@ def test_trials_of_windows_cost_what_they_may(monkeypatch):
     assert speed("cpu", 8, "hopeless", worsen=quiet) > 0.985 * plain
     monkeypatch.setattr("wedlm_jax.engine.windows.SHARES", (0.3, 0.3))
     assert speed("cpu", 8, "hopeless", worsen=quiet) < 0.95 * plain
-
-
-def test_a_new_sequence_of_a_hopeless_kind_begins_without():
-    simulation = choosing("cpu", 8, windowless=WINDOWLESS)
-    simulation.decode(scripts((HARD,), 200, 0))
-    simulation.chosen.clear()
-    simulation.decode(scripts((HARD,), 200, 1))
-    widths = np.concatenate(simulation.chosen)
-    assert 0 < (widths > 0).mean() < 0.05
 
 
 def test_what_never_runs_is_looked_at_again():
