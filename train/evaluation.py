@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,6 @@ from wedlm_jax.generation import complete
 from wedlm_jax.host.processes import jax_processes, say, sum_over_all
 from wedlm_jax.host.signals import compiled
 from wedlm_jax.host.storage import folder_of_this_machine, is_remote
-from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import merged
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import Question, Tally, read_questions, tally
@@ -94,27 +93,25 @@ class Evaluation:
         most, longest = len(self._prompts), longest + tokens
         if questions is not None:
             most, longest = max(most, len(questions)), max(longest, questions.longest)
-        self._engine: OwnEngine | None = None
+        self._graph, self._dtype = program.graph, config.loss.dtype
+        self._processes = mesh_of_processes(mesh)
+        self._engine: Engine | None = None
+        self._engine_config: EngineConfig | None = None
         if most and can_decode(mesh, model.hidden_size):
-            self._engine = OwnEngine(
-                mesh,
-                program.graph,
-                dtype=config.loss.dtype,
-                window=DEFAULT_WINDOW if masks else 0,
-                prompts=-(-most // jax_processes().count),
-                longest=longest,
-                known_tokens=None if questions is None else questions.codec.token_ids,
+            # No larger than needed: the optimizer's state takes the rest of the memory.
+            self._engine_config = EngineConfig(
+                window_size=DEFAULT_WINDOW if masks else 0,
+                lookup=0,
+                max_batch_size=min(-(-most // jax_processes().count), MOST_AT_ONCE),
+                max_model_len=longest,
             )
 
     def run(self, parameters: nnx.State, at: At = lambda text: None) -> Record:
         """Computes losses and perplexity, decodes the prompts (tokens per forward and p_cache), and
-        answers the questions.
+        answers the questions; ``at`` is called with what it is doing.
 
         All processes of a run call this, under its mesh. Each decodes its share of the prompts
         and questions on its own devices.
-
-        Args:
-          at: called with what the evaluation is doing.
         """
         arguments = parameters, self._rows, self._key
         if self._step is None:
@@ -127,29 +124,53 @@ class Evaluation:
         return record | self._decode(parameters, at)
 
     def _decode(self, parameters: nnx.State, at: At) -> Record:
-        if self._engine is None:
+        if self._engine_config is None:
             return {}
         processes, answers = jax_processes(), np.zeros(0, np.int64)
-        with self._engine.having(parameters, at) as engine:
-            counts = self._decode_prompts(engine, processes.index, processes.count, at)
+        own = slice(processes.index, None, processes.count)
+        with self._engine_with(parameters, self._engine_config, at) as engine:
+            decoded = decode_all(engine, self._prompts[own], self._params, at, "prompts")
             if self._questions is not None:
-                answers = self._questions.answer(engine, processes.index, processes.count, at)
+                answers = self._questions.answer(engine, own, at)
         record: Record = {}
         if self._prompts:
-            made, forwards, instances = sum_over_all(counts).tolist()
+            counts = [(len(x.token_ids), x.num_forwards, x.num_token_instances) for x in decoded]
+            own_sums = np.array(counts, np.int64).reshape(-1, 3).sum(axis=0)
+            made, forwards, instances = sum_over_all(own_sums).tolist()
             record = {"tokens_per_forward": made / forwards, "p_cache": made / instances}
         if self._questions is not None:
             record |= self._questions.record(sum_over_all(answers))
         return record
 
-    def _decode_prompts(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
-        """Decodes every ``every``-th prompt; returns the numbers of tokens, forwards and token
-        instances."""
-        counts = [
-            (len(result.token_ids), result.num_forwards, result.num_token_instances)
-            for result in decode_all(engine, self._prompts[first::every], self._params, at)
-        ]
-        return np.array(counts, np.int64).reshape(-1, 3).sum(axis=0)
+    @contextlib.contextmanager
+    def _engine_with(self, parameters: nnx.State, config: EngineConfig, at: At) -> Iterator[Engine]:
+        """Gives the engine these parameters within the block. All processes of a run call this
+        together (`own_copy`)."""
+
+        @contextlib.contextmanager
+        def busy(what: str) -> Iterator[None]:
+            at(what)
+            yield
+            at("decoding")
+
+        at("copying the parameters to decode")
+        graph, whole = nnx.split(merged(nnx.merge(self._graph, parameters)))
+        cast = jax.tree.map(lambda x: x.astype(self._dtype), whole)
+        model = nnx.merge(graph, own_copy(self._processes, cast))
+        del whole, cast
+        mesh = self._processes.local_mesh
+        with jax.set_mesh(mesh):
+            if self._engine is None:
+                known = None if self._questions is None else self._questions.codec.token_ids
+                self._engine = Engine(model, config, mesh=mesh, known_tokens=known)
+            else:
+                self._engine.update(model)
+            del model
+            self._engine.device.programs.while_busy = busy
+            try:
+                yield self._engine
+            finally:
+                self._engine.release()  # training needs the memory
 
 
 def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[list[int]]:
@@ -168,87 +189,14 @@ def prompts_of(rows: dict[str, np.ndarray], count: int, seed: int = 0) -> list[l
     return [prompts[i] for i in drawn]
 
 
-class OwnEngine:
-    """Holds the engine of a process, which has parameters only while it decodes.
-
-    Args:
-      mesh: mesh of the run; see `can_decode`.
-      graph: graph definition of the model.
-      dtype: dtype of the parameters in decoding.
-      window: W; 0 decodes autoregressively.
-      prompts: maximum number of prompts that this process decodes.
-      longest: maximum number of tokens of a prompt and its completion.
-      known_tokens: the ids that may be chosen; None for all but the mask token's.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        graph: nnx.GraphDef[Transformer],
-        *,
-        dtype: str,
-        window: int,
-        prompts: int,
-        longest: int,
-        known_tokens: Collection[int] | None = None,
-    ):
-        self._graph, self._dtype, self._window = graph, dtype, window
-        self._processes = mesh_of_processes(mesh)
-        self._at_once, self._longest = min(max(prompts, 1), MOST_AT_ONCE), longest
-        self._known_tokens = known_tokens
-        self._engine: Engine | None = None
-
-    @contextlib.contextmanager
-    def having(self, parameters: nnx.State, at: At) -> Iterator[Engine]:
-        """Gives the engine these parameters within the block. All processes of a run call this
-        together (`own_copy`); within the block each decodes its own prompts. ``at`` is called with
-        what the engine is waiting for, such as a program being compiled."""
-
-        @contextlib.contextmanager
-        def busy(what: str) -> Iterator[None]:
-            at(what)
-            yield
-            at("decoding")
-
-        at("copying the parameters to decode")
-        graph, whole = nnx.split(merged(nnx.merge(self._graph, parameters)))
-        cast = jax.tree.map(lambda x: x.astype(self._dtype), whole)
-        model = nnx.merge(graph, own_copy(self._processes, cast))
-        del whole, cast
-        mesh = self._processes.local_mesh
-        with jax.set_mesh(mesh):
-            if self._engine is None:
-                # No larger than needed: the optimizer's state takes the rest of the memory.
-                config = EngineConfig(
-                    window_size=self._window,
-                    lookup=0,
-                    max_batch_size=self._at_once,
-                    max_model_len=self._longest,
-                )
-                self._engine = Engine(model, config, mesh=mesh, known_tokens=self._known_tokens)
-            else:
-                self._engine.update(model)
-            del model
-            self._engine.device.programs.while_busy = busy
-            try:
-                yield self._engine
-            finally:
-                self._engine.release()  # training needs the memory
-
-
 def decode_all(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     at: At,
-    what: str = "prompts",
+    what: str,
 ) -> list[Completion]:
-    """Decodes prompts, possibly none, and waits for the last.
-
-    Args:
-      at: called with how many are done.
-      what: what to call the prompts in these messages.
-    """
+    """Decodes prompts, possibly none; ``at`` is called with how many of ``what`` are done."""
 
     def report(finished: int) -> None:
         at(f"{finished} of {len(prompts)} {what} decoded")
@@ -358,20 +306,19 @@ class AskedQuestions:
     def __len__(self) -> int:
         return len(self._questions)
 
-    def answer(self, engine: Engine, first: int, every: int, at: At) -> np.ndarray:
-        """Answers every ``every``-th question, from number ``first`` on; ``at`` is called with how
-        many are done.
+    def answer(self, engine: Engine, own: slice, at: At) -> np.ndarray:
+        """Answers this process's questions; ``at`` is called with how many are done.
 
         Returns:
           int64 ``[regimes, fields of Tally]``; the sum over all processes covers all questions.
         """
-        questions = self._questions[first::every]
-        results = decode_all(engine, self._prompts[first::every], self._params, at, "questions")
+        questions = self._questions[own]
+        results = decode_all(engine, self._prompts[own], self._params, at, "questions")
         answers = [complete(self.codec, result, self._params) for result in results]
         counts = []
         for regime in self._regimes:
-            own = [i for i, question in enumerate(questions) if question.regime == regime]
-            counted = tally([questions[i] for i in own], [answers[i] for i in own])
+            asked = [i for i, question in enumerate(questions) if question.regime == regime]
+            counted = tally([questions[i] for i in asked], [answers[i] for i in asked])
             counts.append(dataclasses.astuple(counted))
         return np.array(counts, np.int64)
 

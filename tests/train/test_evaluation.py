@@ -352,7 +352,8 @@ class Parrot:
 def test_processes_ask_each_question_once_and_count_together(tmp_path, tokenizer_folder, processes):
     questions = asked(write(tmp_path / "questions.jsonl", 9), tokenizer_folder)
     parrot = Parrot(tokenizer_folder)
-    counts = [questions.answer(parrot, i, processes, print) for i in range(processes)]
+    shares = [slice(i, None, processes) for i in range(processes)]
+    counts = [questions.answer(parrot, share, print) for share in shares]
     assert sorted(parrot.heard) == [str(i) for i in range(9)]
     record = questions.record(sum(counts[1:], counts[0]))
     made = record.pop("question_tokens_per_forward")
