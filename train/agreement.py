@@ -15,15 +15,12 @@ import json
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import getitem
 from pathlib import Path
-from typing import Any
 
 import train
 import wedlm_jax
 from train.data.shards import read_manifest
-from train.recipe.config import TrainConfig, describe
+from train.recipe.config import TrainConfig, field_values
 from train.recipe.phases import source_names
 from wedlm_jax.checkpoint import RUN_STATES
 from wedlm_jax.checkpoint.orbax import is_whole, whole_steps
@@ -82,10 +79,9 @@ def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
 def described(config: TrainConfig) -> dict[str, str]:
     """Returns what this host would run, by name: each field of the recipe, the version of each
     package, and digests of the data."""
-    fields: Any = dataclasses.asdict(config)
+    fields = field_values(dataclasses.asdict(config))
     # Hosts may have different names for one folder; `train.run_files.open_output` checks it.
-    names = [name for name, _, _ in describe() if name != "output"]
-    found = {name: json.dumps(reduce(getitem, name.split("."), fields)) for name in names}
+    found = {name: json.dumps(value) for name, value in fields.items() if name != "output"}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)

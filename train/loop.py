@@ -119,14 +119,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         if origin is not None:
             check_origin(origin, program)
         asked = asked_questions(config, questions, folder, model.max_position_embeddings)
-        begin_or_resume(
-            config,
-            output,
-            begun,
-            allow_changed=allow_changed,
-            logs=files.folder,
-            origin=origin,
-        )
+        begin_or_resume(config, output, files.folder, begun, origin, allow_changed=allow_changed)
         if origin is not None:
             write_origin(origin, output, files.folder)
         # Process 0 decides whether all processes write the description, which they do together.
@@ -238,9 +231,9 @@ class TrainingRun:
             self._output,
             config.optimizer.max_skipped,
             batches.read_from,
+            self._skipped,
             ar_weight=config.loss.ar_weight,
             sources=self._sources,
-            skipped=self._skipped,
             done=done,
         )
         log = self._open_log(done)

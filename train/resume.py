@@ -32,7 +32,7 @@ from train.checkpoint import OtherState, check_readable
 from train.data.shards import read_manifest
 from train.optimizer import schedule_of
 from train.program import TrainProgram
-from train.recipe.config import TrainConfig, describe, save_config
+from train.recipe.config import TrainConfig, field_values, save_config
 from train.recipe.phases import phases_of
 from train.recipe.skipped_batches import SkippedBatches
 from train.run_files import CONFIG
@@ -129,19 +129,24 @@ def check_origin(origin: Origin, program: TrainProgram) -> None:
         raise InputError(f"branch_from: {other} than this recipe's") from None
 
 
+def _saved_fields(run: Path) -> dict[str, Any]:
+    """Reads the values of a run's recipe by name. Errors of YAML parsers and of buckets' clients
+    have many types."""
+    text = (run / CONFIG).read_text(encoding="utf-8")
+    return field_values(OmegaConf.to_container(OmegaConf.create(text)))
+
+
 def _check_optimizer(origin: Origin, config: TrainConfig) -> None:
     """Compares fields of the two recipes, if the other run has one: this gives a clearer message
     than comparing shapes."""
     try:
-        text = (origin.run / CONFIG).read_text(encoding="utf-8")
-        saved = OmegaConf.create(text)
+        saved = _saved_fields(origin.run)
     except Exception:
-        # YAML parsers and clients of buckets have many error types. Shapes are compared later, so
-        # without this recipe only the clearer message is lost.
+        # Shapes are compared later, so without this recipe only the clearer message is lost.
         return
-    ours: Any = OmegaConf.create(dataclasses.asdict(config))
+    ours = field_values(dataclasses.asdict(config))
     for field, default in DECISIVE.items():
-        was, now = (OmegaConf.select(tree, field, default=default) for tree in (saved, ours))
+        was, now = saved.get(field, default), ours[field]
         if field == "optimizer.average":
             was, now = (value if bool(was) != bool(now) else 0 for value in (was, now))
         if was != now:
@@ -293,22 +298,22 @@ def _of_phase(config: TrainConfig) -> dict[str, Any]:
 def begin_or_resume(
     config: TrainConfig,
     output: Path,
+    logs: Path,
     states: Sequence[int],
+    origin: Origin | None,
     *,
-    allow_changed: bool = False,
-    logs: Path | None = None,
-    origin: Origin | None = None,
+    allow_changed: bool,
 ) -> None:
     """Reports what has changed since a run's states were written, and saves the recipe.
 
     Every process of the run calls this; process 0 reads, decides and writes.
 
     Args:
+      output, logs: the folders of the run and of its logs.
       states: the steps of the existing states, the same in all processes.
-      allow_changed: continue with another recipe.
-      logs: the folder of the run's logs; ``output`` by default.
       origin: another run's state to begin with, if there are no states. Its recipe may differ,
         which is the purpose of branching, but not what its steps have read.
+      allow_changed: continue with another recipe.
 
     Raises:
       InputError: in all processes: the run has states, but with this recipe they would be
@@ -317,7 +322,7 @@ def begin_or_resume(
     refusal = ""
     if is_first():
         try:
-            _begin_or_resume(config, output, states, allow_changed, logs or output, origin)
+            _begin_or_resume(config, output, logs, states, origin, allow_changed)
         except InputError as error:
             refusal = str(error)
     if refusal := text_of_first(refusal):
@@ -327,10 +332,10 @@ def begin_or_resume(
 def _begin_or_resume(
     config: TrainConfig,
     output: Path,
-    states: Sequence[int],
-    allowed: bool,
     logs: Path,
+    states: Sequence[int],
     origin: Origin | None,
+    allowed: bool,
 ) -> None:
     order = row_order(config)
     run, done = (origin.run, origin.step) if origin else (output, max(states, default=0))
@@ -379,20 +384,16 @@ def _changed_fields(config: TrainConfig, run: Path, done: int) -> dict[str, bool
       run: the folder of the saved recipe.
       done: completed steps.
     """
-    path = run / CONFIG
     try:
-        saved = OmegaConf.to_container(OmegaConf.create(path.read_text(encoding="utf-8")))
+        saved = _saved_fields(run)
     except Exception as error:
-        # YAML parsers have many error types.
         reason = str(error).splitlines()[0]
-        say(f"{path} cannot be read ({reason}), so changes of the recipe are not known")
+        say(f"{run / CONFIG} cannot be read ({reason}), so changes of the recipe are not known")
         return {}
-    now = dataclasses.asdict(config)
+    now = field_values(dataclasses.asdict(config))
     lines, same_rates = {}, None
-    for name, _, _ in describe():
-        was, there = _at(saved, name)
-        new, _ = _at(now, name)
-        if not there or was == new:
+    for name, was in saved.items():
+        if was == now[name]:
             continue
         decisive = not HARMLESS.fullmatch(name)
         if decisive and BY_RATE.fullmatch(name):
@@ -401,18 +402,16 @@ def _changed_fields(config: TrainConfig, run: Path, done: int) -> dict[str, bool
             decisive = not same_rates
         elif BY_CONTENT.fullmatch(name):
             decisive = False
-        lines[f"{name} was {was}, is {new}{REMARKS.get(name, '')}"] = decisive
+        lines[f"{name} was {was}, is {now[name]}{REMARKS.get(name, '')}"] = decisive
     return lines
 
 
-def _same_rates(config: TrainConfig, saved: Any, done: int) -> bool:
+def _same_rates(config: TrainConfig, saved: dict[str, Any], done: int) -> bool:
     """Returns whether the first ``done`` steps have the learning rates of the saved recipe."""
     recipe = OmegaConf.structured(config)
     try:
-        for name, _, _ in describe():
-            value, there = _at(saved, name)
-            if there:
-                OmegaConf.update(recipe, name, value, merge=False)
+        for name, value in saved.items():
+            OmegaConf.update(recipe, name, value, merge=False)
         before = OmegaConf.to_object(recipe)
         assert isinstance(before, TrainConfig)
         were = schedule_of(before)
@@ -426,12 +425,3 @@ def _same_rates(config: TrainConfig, saved: Any, done: int) -> bool:
         for one in (were, schedule_of(config))
     )
     return bool(np.array_equal(was, now))
-
-
-def _at(tree: Any, name: str) -> tuple[Any, bool]:
-    """Returns the value of a dotted name, and whether there is one."""
-    for part in name.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return None, False
-        tree = tree[part]
-    return tree, True

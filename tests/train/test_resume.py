@@ -22,9 +22,10 @@ def begun(config, step=2):
 
 
 def begin(config, *, allow_changed=False):
-    Path(config.output).mkdir(exist_ok=True)
-    states = [int(path.name) for path in (Path(config.output) / "checkpoints").glob("*")]
-    begin_or_resume(config, Path(config.output), states, allow_changed=allow_changed)
+    run = Path(config.output)
+    run.mkdir(exist_ok=True)
+    states = [int(path.name) for path in (run / "checkpoints").glob("*")]
+    begin_or_resume(config, run, run, states, None, allow_changed=allow_changed)
 
 
 def with_sources(output, sources, **changes):

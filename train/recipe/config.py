@@ -426,6 +426,24 @@ def describe() -> list[tuple[str, str, str]]:
     return walk(TrainConfig, "")
 
 
+def field_values(recipe: Any) -> dict[str, Any]:
+    """Returns the values of a recipe's fields by dotted name.
+
+    Args:
+      recipe: nested dictionaries; fields that are not in them are left out.
+    """
+    found = {}
+    for name, _, _ in describe():
+        value = recipe
+        for part in name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                break
+            value = value[part]
+        else:
+            found[name] = value
+    return found
+
+
 NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 """Names of the fields' types for messages."""
 

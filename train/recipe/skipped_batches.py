@@ -66,6 +66,3 @@ class SkippedBatches:
         """Counts the batches, skipped ones included, after that of step ``first`` up to that of
         ``step``: the place of the latter in an order that begins after step ``first``."""
         return self.batch(step) - self.batch(first)
-
-
-NONE_SKIPPED = SkippedBatches()

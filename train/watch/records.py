@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.recipe.skipped_batches import NONE_SKIPPED, SkippedBatches
+from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.host.processes import is_first, say
@@ -72,11 +72,7 @@ class Interval:
         return not (self._sums or self._skipped)
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds the metrics of one step.
-
-        Args:
-          metrics: the metrics on the host, as described in `train.step.make_train_step`.
-        """
+        """Adds the metrics of one step, on the host (`train.step.make_train_step`)."""
         self._newest = {name: float(metrics[name]) for name in NEWEST if name in metrics}
         if metrics.get("skipped"):
             self._skipped += 1
@@ -209,8 +205,8 @@ class PendingMetrics:
       max_skipped: number of steps skipped in a row that ends the run.
       read_from: returns, for a step counted from 0, the files that each process reads for its
         batch, and the numbers of the rows in each.
-      ar_weight, sources: as in `Interval`.
       skipped: the batches that no step reads.
+      ar_weight, sources: as in `Interval`.
       done: completed steps; the means of the interval that was open then are continued.
     """
 
@@ -219,10 +215,10 @@ class PendingMetrics:
         output: Path,
         max_skipped: int,
         read_from: Callable[[int], list[dict[str, list[int]]]],
+        skipped: SkippedBatches,
         *,
         ar_weight: float = 1.0,
         sources: Sequence[str] = (),
-        skipped: SkippedBatches = NONE_SKIPPED,
         done: int = 0,
     ):
         self._skipped = skipped
@@ -247,18 +243,18 @@ class PendingMetrics:
         Raises:
           TooManySkipped: as many steps in a row were skipped as the recipe allows.
         """
-        self.gather()
+        self._gather()
         return self._interval.record()
 
     def keep(self, step: int) -> None:
         """Saves the running means for a run that continues from ``step``; raises as `record`."""
-        self.gather()
+        self._gather()
         if is_first() and not self._interval.empty:
             line = json.dumps({"step": step, **self._interval.state()}) + "\n"
             with (self._output / INTERVAL).open("a", encoding="utf-8") as file:
                 file.write(line)
 
-    def gather(self) -> None:
+    def _gather(self) -> None:
         """Brings all metrics to the host; raises as `record`."""
         waiting, self._waiting = jax.device_get(self._waiting), []
         refused = None

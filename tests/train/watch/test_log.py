@@ -7,6 +7,7 @@ import types
 import numpy as np
 import pytest
 
+from train.recipe.skipped_batches import SkippedBatches
 from train.watch.log import MetricsLog, TensorBoard, Wandb, run_id
 from train.watch.records import Interval, PendingMetrics, TooManySkipped, as_json, cut_back
 from train.watch.run_time import KINDS, Attempt, RunTime, read_attempts, shares
@@ -232,7 +233,7 @@ def metrics(loss, skipped=0):
 
 
 def pending(folder, done=0):
-    return PendingMetrics(folder, 2, lambda batch: [{"file": [batch]}], done=done)
+    return PendingMetrics(folder, 2, lambda batch: [{"file": [batch]}], SkippedBatches(), done=done)
 
 
 def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path):
