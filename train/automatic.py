@@ -105,7 +105,6 @@ def settled(
     mesh: Mesh,
     capacity: int | None,
     peak_of: PeakOf,
-    say_it: Callable[[str], None] = say,
 ) -> TrainConfig:
     """Returns the recipe with a policy in place of ``auto``, and with enough micro-batches for it
     to fit; the recipe itself if it names a policy.
@@ -120,7 +119,6 @@ def settled(
       mesh: the devices to compile for.
       capacity: memory of one device in bytes; None if it is not known.
       peak_of: compiles the step of `largest_phase`.
-      say_it: called with a message about the choice.
 
     Raises:
       InputError: no policy fits, or the capacity is not known.
@@ -137,28 +135,28 @@ def settled(
     policies = POLICIES[1:] if platform == "tpu" else POLICIES
     parts = possible_parts(config, mesh)
     key = _key(config, model, [kind, mesh.devices.size, capacity, parts])
-    known = None
     match _remembered().get(key):
         case [policy, count] if policy in policies and count in parts:
-            known, how = (policy, count), "as remembered"
-    if known is None:
-        say_it("loss.remat: compiling to find what fits")
-        peaks: list[Callable[[], int | None]]
-        peaks = [partial(peak_of, chosen(config, policy, parts[-1])) for policy in policies]
-        start = 0 if platform == "cpu" else len(peaks) // 2
-        policy = policies[first_that_fits(peaks, capacity, start)]
-        # The smallest micro-batches are known to fit with it.
-        peaks = [partial(peak_of, chosen(config, policy, count)) for count in parts[:-1]]
-        peaks.append(lambda: 0)
-        known = policy, parts[first_that_fits(peaks, capacity, (len(peaks) - 1) // 2)]
-        how = "found by compiling"
+            how = "as remembered"
+        case _:
+            say("loss.remat: compiling to find what fits")
+            peaks: list[Callable[[], int | None]]
+            peaks = [partial(peak_of, chosen(config, policy, parts[-1])) for policy in policies]
+            start = 0 if platform == "cpu" else len(peaks) // 2
+            policy = policies[first_that_fits(peaks, capacity, start)]
+            # The smallest micro-batches are known to fit with it.
+            peaks = [partial(peak_of, chosen(config, policy, count)) for count in parts[:-1]]
+            peaks.append(lambda: 0)
+            count = parts[first_that_fits(peaks, capacity, (len(peaks) - 1) // 2)]
+            how = "found by compiling"
     # All processes must run the same program, even if they remember different results.
-    found = np.array([POLICIES.index(known[0]), known[1]]) if is_first() else np.zeros(2, np.int64)
+    found = np.array([POLICIES.index(policy), count]) if is_first() else np.zeros(2, np.int64)
     index, count = (int(number) for number in sum_over_all(found))
-    _remember(key, (POLICIES[index], count))
-    settled = chosen(config, POLICIES[index], count)
+    policy = POLICIES[index]
+    _remember(key, (policy, count))
+    settled = chosen(config, policy, count)
     cut = f", {settled.rows} rows in each of {settled.accumulation} micro-batches"
-    say_it(f"loss.remat: {POLICIES[index]}{cut if count > 1 else ''}, {how}")
+    say(f"loss.remat: {policy}{cut if count > 1 else ''}, {how}")
     return settled
 
 
@@ -217,8 +215,7 @@ def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
 
 
 def _memory() -> Path | None:
-    """Returns the file of remembered results, in the folder of compiled programs; None if there is
-    none."""
+    """Returns the file of remembered results; None without a folder of compiled programs."""
     folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     return Path(folder) / REMEMBERED if folder and "://" not in folder else None
 
@@ -302,17 +299,13 @@ def blocks_of_rows(
 ) -> dict[str, np.ndarray]:
     """Adds the places of prediction blocks to rows ``[N, L]``, if any block can be left out."""
     trainable, size = rows["trainable"], config.block_size
-    room = _room(config, most_trainable_blocks(trainable, size), sequence)
+    needed = int(trainable_blocks(trainable, size).sum(-1).max(initial=0))
+    room = _room(config, needed, sequence)
     if config.objective != "wedlm" or room * size == config.row_length:
         return rows
     return rows | {
         "prediction_blocks": np.stack([prediction_blocks(row, size, room) for row in trainable])
     }
-
-
-def most_trainable_blocks(trainable: np.ndarray, block_size: int) -> int:
-    """Returns the most blocks with a trainable token in any of the rows ``[N, L]``."""
-    return int(trainable_blocks(trainable, block_size).sum(-1).max(initial=0))
 
 
 def needed_by_sources(config: TrainConfig) -> int | None:

@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
     keep_compiled(as_path(config.output) / "compiled")
     try:
-        with EndTogether("train"):
+        with EndTogether():
             try:
                 folder = train(config, allow_changed=options.allow_changed)
             except RunStopped as stopped:

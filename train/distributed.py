@@ -152,17 +152,14 @@ class EndTogether:
     forever. So a thread in each process asks the coordinator regularly whether another process has
     failed; if so, it prints why and ends its process with the same status. An error that all
     processes see ends each of them by itself, within `GRACE_S`.
-
-    Args:
-      command: the command's name, for the message.
     """
 
-    def __init__(self, command: str):
-        self._command, self._service = command, coordinator()
+    def __init__(self) -> None:
+        self._service = coordinator()
         self._over, self._one_at_a_time = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="end-together", daemon=True)
 
-    def __enter__(self) -> EndTogether:
+    def __enter__(self) -> Self:
         if self._service is not None:
             self._thread.start()
         return self
@@ -205,7 +202,7 @@ class EndTogether:
         with self._one_at_a_time:
             index = min(failures)
             status, _, text = failures[index].partition(" ")
-            line = f"wedlm {self._command}: host {index} of {self._service.count}: {text}"
+            line = f"wedlm train: host {index} of {self._service.count}: {text}"
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
             _leave()

@@ -37,12 +37,7 @@ _FORWARD, _BACKWARD = 2, 5
 
 @dataclasses.dataclass(frozen=True)
 class StepFlops:
-    """The FLOP of a step.
-
-    Attributes:
-      products: FLOP of products with parameters.
-      attention: FLOP of attention.
-    """
+    """The FLOP of a step, in products with parameters and in attention."""
 
     products: float
     attention: float
@@ -69,7 +64,7 @@ def forward_flops(
     """
     prediction = row_length if prediction is None else prediction
     tokens = row_length + prediction
-    layers = 2 * _layer_parameters(model) * rows * tokens
+    layers = 2 * model.num_parameters(embeddings=False) * rows * tokens
     head = 2 * _head_parameters(model) * rows * _targets(row_length, prediction)
     return layers + head + 2 * _FORWARD * _width(model) * rows * tokens * row_length / 2
 
@@ -103,8 +98,9 @@ def _row_products(config: TrainConfig, model: ModelConfig, again: int = 0) -> fl
     number of parameters whose products are recomputed."""
     # Frozen parameters have no gradient.
     passes, adapters = 2 if config.lora.rank else 3, 3 * _adapter_parameters(config, model)
-    backward = (passes - 1) * _layer_parameters(model) + again + adapters
-    layers = config.row_tokens * _layer_parameters(model) + _learning_tokens(config) * backward
+    parameters = model.num_parameters(embeddings=False)
+    backward = (passes - 1) * parameters + again + adapters
+    layers = config.row_tokens * parameters + _learning_tokens(config) * backward
     head = passes * _targets(config.row_length, config.prediction_length)
     others = 0
     if config.objective == "drafter":  # logits of the mask and of its teacher, and one gradient
@@ -178,15 +174,9 @@ def _head_parameters(model: ModelConfig) -> int:
     return model.hidden_size * model.vocab_size
 
 
-def _layer_parameters(model: ModelConfig) -> int:
-    """Returns the number of parameters of all layers together, norms included."""
-    return model.num_parameters(embeddings=False)
-
-
 def _adapter_parameters(config: TrainConfig, model: ModelConfig) -> int:
     """Returns the number of the adapters' parameters of all layers together."""
-    queries = model.num_attention_heads * model.head_dim
-    keys = model.num_key_value_heads * model.head_dim
+    queries, keys = _projected_sizes(model)
     # One side of each matrix is the hidden size; these are the other sides.
     sides = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": queries}
     sides |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), model.intermediate_size)
@@ -198,21 +188,20 @@ def _recomputed_parameters(model: ModelConfig, kept: tuple[str, ...]) -> int:
     """Returns the number of parameters whose products the backward pass recomputes. A layer's last
     product, in the MLP, is never recomputed, since no gradient needs it."""
     d, mlp = model.hidden_size, model.hidden_size * model.intermediate_size
-    queries = model.num_attention_heads * model.head_dim
-    keys = model.num_key_value_heads * model.head_dim
-    sizes = {
-        "projected": d * (queries + 2 * keys),
-        "mixed": d * queries,
-        "gate": mlp,
-        "up": mlp,
-    }
+    queries, keys = _projected_sizes(model)
+    sizes = {"projected": d * (queries + 2 * keys), "mixed": d * queries, "gate": mlp, "up": mlp}
     again = sum(size for name, size in sizes.items() if name not in kept)
     return model.num_hidden_layers * again
 
 
+def _projected_sizes(model: ModelConfig) -> tuple[int, int]:
+    """Returns the sizes of a layer's queries and keys, all heads together."""
+    return model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+
+
 def _width(model: ModelConfig) -> int:
     """Returns the width, over all layers, of the two products (scores, values) of a pair."""
-    return model.num_attention_heads * model.head_dim * model.num_hidden_layers
+    return _projected_sizes(model)[0] * model.num_hidden_layers
 
 
 def peak_flops(device: jax.Device) -> float | None:
@@ -224,18 +213,14 @@ def peak_flops(device: jax.Device) -> float | None:
 def describe_budget(state: TrainState, compiled: jax.stages.Compiled) -> str:
     """Returns a line about the memory of a device: parameters, optimizer, and compiler's peak."""
     device = jax.local_devices()[0]
-    parameters, optimizer = local_bytes(state.parameters), local_bytes(state.optimizer)
-    parts = [f"parameters {_gib(parameters)}", f"optimizer {_gib(optimizer)}"]
-    if state.frozen is not None:
-        frozen = local_bytes(state.frozen)
-        parts.insert(0, f"frozen {_gib(frozen)}")
-        parameters += frozen
+    held = {"frozen": state.frozen, "parameters": state.parameters, "optimizer": state.optimizer}
+    sizes = {name: local_bytes(tree) for name, tree in held.items() if tree is not None}
     peak = peak_bytes(compiled)
-    parts.append(f"activations and the rest {_gib(max(peak - parameters - optimizer, 0))}")
-    parts.append(f"peak {_gib(peak)}")
+    sizes |= {"activations and the rest": max(peak - sum(sizes.values()), 0), "peak": peak}
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
     limit = (device.memory_stats() or {}).get("bytes_limit")
     of = f" of {_gib(limit)}" if limit else ""
-    return f"memory of a device{of}: {', '.join(parts)} (by the compiler)"
+    return f"memory of a device{of}: {parts} (by the compiler)"
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:

@@ -3,7 +3,6 @@ to add an entry to a mapping."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,8 +41,10 @@ def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -
             if dataclasses.is_dataclass(one):
                 check_fields(one, origin, f"{shown}.")
             elif one is not None:  # None leaves a field out
-                with _given(origin, shown):
+                try:
                     one_field.metadata["option"].check(shown, one)
+                except InputError as error:
+                    raise InputError(f"{origin(shown)}: {error}") from None
 
 
 def _values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -54,15 +55,6 @@ def _values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
     else:
         yield name, value
-
-
-@contextlib.contextmanager
-def _given(origin: Callable[[str], str], name: str) -> Iterator[None]:
-    """Adds to a refusal where the field's value comes from."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{origin(name)}: {error}") from None
 
 
 def field_origin(path: str | Path, overrides: Sequence[str], *names: str) -> str:
