@@ -52,7 +52,6 @@ def choose_mask_token(
     `RESERVED`; the unknown token, if the tokenizer falls back to bytes and so never produces it.
 
     Args:
-      tokenizer: the model's tokenizer.
       config: the starting model's config; its ``mask_token_id`` is None if it has none yet.
       requested: a token's text, or an id as digits.
       own: the mask token that the tokenizer names; by default `<|mask|>`, if there is one.
@@ -63,20 +62,24 @@ def choose_mask_token(
     """
     own_id = tokenizer.token_to_id(own or DEFAULT_NAME)
     if requested is not None:
-        token_id = _requested_id(tokenizer, config, requested)
-        _refuse_meaningful(tokenizer, config, token_id, own_id)
-        if is_ordinary(tokenizer, token_id):
-            raise InputError(
-                f"mask token {_shown(tokenizer, token_id)}: occurs in ordinary text; expected a "
-                "token that was added to the tokenizer, or an id that no token has"
-            )
-        return token_id
-    if config.mask_token_id is not None:
-        _refuse_meaningful(tokenizer, config, config.mask_token_id, own_id)
-        return config.mask_token_id
-    if own_id is not None and own_id < config.vocab_size:
-        _refuse_meaningful(tokenizer, config, own_id, own_id)
-        return own_id
+        named = _requested_id(tokenizer, config, requested)
+    elif config.mask_token_id is not None:
+        named = config.mask_token_id
+    elif own_id is not None and own_id < config.vocab_size:
+        named = own_id
+    else:
+        return _unused_id(tokenizer, config)
+    _refuse_meaningful(tokenizer, config, named, own_id)
+    if requested is not None and is_ordinary(tokenizer, named):
+        raise InputError(
+            f"mask token {_shown(tokenizer, named)}: occurs in ordinary text; expected a token "
+            "that was added to the tokenizer, or an id that no token has"
+        )
+    return named
+
+
+def _unused_id(tokenizer: Tokenizer, config: ModelConfig) -> int:
+    """Returns the first row of the vocabulary that no token uses, or else a reserved token."""
     used: set[int | None] = {*tokenizer.get_vocab().values(), *config.eos_token_ids}
     used |= {config.pad_token_id, config.bos_token_id}
     free = next((row for row in range(config.vocab_size) if row not in used), None)

@@ -8,12 +8,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from tests.examples.checkpoints import tiny_config
 from train.data.tokenizer import train_tokenizer
-from train.mask_token import (
-    choose_mask_token,
-    describe_mask_token,
-    is_ordinary,
-    named_mask_token,
-)
+from train.mask_token import choose_mask_token, describe_mask_token, is_ordinary, named_mask_token
 from wedlm_jax.errors import InputError
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
