@@ -30,7 +30,6 @@ class Profiler:
     runs them. SIGUSR1 makes the process that receives it record the next steps.
 
     Args:
-      output: the run's folder.
       first, count: first step and number of steps, from the recipe; a ``count`` of 0 records none.
     """
 

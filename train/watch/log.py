@@ -10,31 +10,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
 from train.recipe.config import MetricsSection, TrainConfig
-from train.watch.records import Record, as_json, cut_back
+from train.watch.records import Record, as_json, cut_back, logged
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.progress import ProgressBar, clock
 
 WANDB_ID = "wandb.id"
 """A file in the run's folder with the id of its W&B run, so that a restart continues it."""
-
-
-class Sink(Protocol):
-    """Receives records in addition to the JSONL file."""
-
-    def write(self, step: int, record: Record) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def check_boards(section: MetricsSection) -> None:
@@ -56,9 +47,9 @@ def _needed(module: str, field: str, package: str) -> Any:
         raise InputError(f"{field} needs {module}: pip install {package}") from None
 
 
-def open_boards(config: TrainConfig, output: Path, done: int) -> list[Sink]:
+def open_boards(config: TrainConfig, output: Path, done: int) -> list[TensorBoard | Wandb]:
     """Opens the boards that a recipe asks for, continuing after ``done`` completed steps."""
-    boards: list[Sink] = []
+    boards: list[TensorBoard | Wandb] = []
     if config.metrics.tensorboard:
         boards.append(TensorBoard(output / "tensorboard", done))
     if config.metrics.wandb:
@@ -152,17 +143,20 @@ class MetricsLog(NoLog):
       total_steps: steps of the whole run.
       done: completed steps; later records in the files are dropped.
       title: title of the bar.
-      sinks: further receivers of records.
     """
 
     def __init__(
-        self, folder: Path, total_steps: int, done: int, title: str, sinks: list[Sink] | None = None
+        self,
+        folder: Path,
+        total_steps: int,
+        done: int,
+        title: str,
+        boards: Sequence[TensorBoard | Wandb] = (),
     ):
         for name in (METRICS, EVALUATION):
             cut_back(folder / name, done)
         self._folder, self._file = folder, (folder / METRICS).open("a", encoding="utf-8")
-        self._sinks = sinks or []
-        self._total = total_steps
+        self._boards, self._total = boards, total_steps
         self._bar = ProgressBar(
             "steps", total=total_steps, done=done, title=title, console=Console(), every=0.0
         )
@@ -175,8 +169,8 @@ class MetricsLog(NoLog):
         self._expecting.close()
         self._file.write(as_json(step, record))
         self._file.flush()
-        for sink in self._sinks:
-            sink.write(step, record)
+        for board in self._boards:
+            board.write(step, record)
         shown = [f"{short} {record[name]:.4g}" for name, short in SHOWN.items() if name in record]
         if epochs := [x for name, x in record.items() if name.partition("/")[0] == "epoch"]:
             few, many = f"{min(epochs):.2f}", f"{max(epochs):.2f}"
@@ -207,22 +201,17 @@ class MetricsLog(NoLog):
         """Logs the result of an evaluation; boards show it under ``evaluation/``."""
         with (self._folder / EVALUATION).open("a", encoding="utf-8") as file:
             file.write(as_json(step, record))
-        for sink in self._sinks:
-            sink.write(step, {f"evaluation/{name}": value for name, value in record.items()})
+        for board in self._boards:
+            board.write(step, {f"evaluation/{name}": value for name, value in record.items()})
 
     def close(self) -> None:
         self._expecting.close()
         self._bar.stop()
         self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        for board in self._boards:
+            board.close()
 
 
 def evaluated_steps(folder: Path) -> set[int]:
-    """Returns the steps of a run that have an evaluation in its log; a line that a crash cut off
-    does not count."""
-    path, steps = folder / EVALUATION, set[int]()
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            steps.add(int(json.loads(line)["step"]))
-    return steps
+    """Returns the steps of a run that have an evaluation in its log."""
+    return {record["step"] for _, record in logged(folder / EVALUATION)}

@@ -4,6 +4,7 @@ of JSONL files; records skipped steps.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,18 +171,20 @@ def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
     """Drops the records after ``step`` and a line that a crash cut off; returns the rest."""
     if not path.exists():
         return []
-    kept, records = [], []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-            if record["step"] <= step:
-                kept.append(line + "\n")
-                records.append(record)
-        except (ValueError, KeyError, TypeError):
-            continue
+    kept = [(line, record) for line, record in logged(path) if record["step"] <= step]
     with written_beside(path) as file:
-        file.write("".join(kept).encode("utf-8"))
-    return records
+        file.write("".join(f"{line}\n" for line, _ in kept).encode("utf-8"))
+    return [record for _, record in kept]
+
+
+def logged(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the lines of a JSONL file and their records, without a line that a crash cut off."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            int(record["step"])
+            yield line, record
 
 
 SKIPPED = "skipped.jsonl"

@@ -120,11 +120,9 @@ class RunTime:
     def step(self, step: int, tokens: int, flops: float = 0.0) -> None:
         """Notes that ``step`` steps are completed or running; the newest has this many tokens and
         FLOP of the model."""
-        self._steps, self._tokens, self._flops = (
-            self._steps + 1,
-            self._tokens + tokens,
-            self._flops + flops,
-        )
+        self._steps += 1
+        self._tokens += tokens
+        self._flops += flops
         self._attempt.last = step
 
     def read(self, peak_flops: float | None = None) -> Record:
@@ -148,11 +146,10 @@ class RunTime:
 
     def shares(self) -> Record:
         """Returns the `shares` of the run so far; from time to time writes the attempts, too."""
-        attempt = self._attempt
-        attempt.seen = self._now()
-        if attempt.seen - self._written > WRITE_EVERY_S:
+        self._attempt.seen = self._now()
+        if self._attempt.seen - self._written > WRITE_EVERY_S:
             self.write()
-        return shares([*self._before, attempt])
+        return shares([*self._before, self._attempt])
 
     def write(self) -> None:
         """Writes the attempts to the run's folder."""
