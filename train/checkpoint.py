@@ -63,9 +63,9 @@ from wedlm_jax.host.storage import (
 CHECKSUMS = "checksums"
 DAMAGED = ".damaged"
 """A part of the name of a state that was set aside."""
-PAUSES_S = (5.0, 30.0)
-"""Pauses before the second and the third consecutive attempt to write a state. A bucket's client
-retries several times within each attempt."""
+PAUSES_S = (0.0, 5.0, 30.0)
+"""Pauses before consecutive attempts to write a state. A bucket's client retries several times
+within each attempt."""
 
 
 class OtherState(InputError):
@@ -101,7 +101,7 @@ class Checkpoints:
         self._meetings = SaveMeetings()
         self._manager: ocp.CheckpointManager | None = None
         self._silence = contextlib.ExitStack()
-        self._under_way, self._refused, self._failed, self._pause = False, "", 0, 0.0
+        self._under_way, self._refused, self._failed = False, "", 0
 
     def steps(self) -> list[int]:
         """Lists the steps whose states were written completely, newest first."""
@@ -152,7 +152,7 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
-        time.sleep(self._pause)
+        time.sleep(PAUSES_S[self._failed])
         arrays = _as_dict(state)
         arrays |= {CHECKSUMS: checksums(arrays)}
         self._meetings.begin(step)
@@ -184,17 +184,17 @@ class Checkpoints:
         self._under_way = False
         failure = self._refused or self._failure()
         if not failure:
-            self._failed, self._pause = 0, 0.0
+            self._failed = 0
             return True
         self._failed += 1
-        attempts = len(PAUSES_S) + 1
+        attempts = len(PAUSES_S)
         if self._failed == attempts:
             raise StorageFailure(
                 f"{self._folder}: {failure}, the last of {attempts} attempts; the same command "
                 "continues from the newest whole state"
             )
-        self._pause = PAUSES_S[self._failed - 1]
-        say(f"{failure}; attempt {self._failed + 1} of {attempts} in {self._pause:g} s")
+        pause = PAUSES_S[self._failed]
+        say(f"{failure}; attempt {self._failed + 1} of {attempts} in {pause:g} s")
         return False
 
     def _failure(self) -> str:
@@ -245,7 +245,6 @@ class Checkpoints:
 
         Args:
           like: arrays, or only their shapes and shardings.
-          say: called with a message for each damaged state.
 
         Raises:
           InputError: all states are damaged, or the newest belongs to another model.
@@ -327,8 +326,7 @@ class Checkpoints:
         self._states.remove(step)
 
     def _any_set_aside(self) -> bool:
-        """Returns whether process 0 sees a state that was set aside, by this run or an earlier
-        attempt at it."""
+        """Returns whether process 0 sees a state that this or an earlier attempt set aside."""
         return bool(text_of_first("yes" if any(self._folder.glob(f"*{DAMAGED}*")) else ""))
 
     def close(self) -> None:

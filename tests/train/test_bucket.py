@@ -150,12 +150,12 @@ def wait_until(happened):
         time.sleep(0.1)
 
 
-AT_ONCE = {"train.checkpoint.PAUSES_S": (0, 0), "wedlm_jax.host.storage.PAUSES_S": (0,)}
+AT_ONCE = {"train.checkpoint.PAUSES_S": (0, 0, 0), "wedlm_jax.host.storage.PAUSES_S": (0,)}
 
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(train.checkpoint, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(train.checkpoint, "PAUSES_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
 
 
