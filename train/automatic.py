@@ -115,10 +115,7 @@ def settled(
     the program that will run is then the only one compiled.
 
     Args:
-      config, model: what is compiled.
-      mesh: the devices to compile for.
       capacity: memory of one device in bytes; None if it is not known.
-      peak_of: compiles the step of `largest_phase`.
 
     Raises:
       InputError: no policy fits, or the capacity is not known.

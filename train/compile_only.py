@@ -15,13 +15,7 @@ from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase, largest_phase, phases_of, source_names
 from train.resume import origin_of
 from train.start import recipe_model
-from train.step_cost import (
-    StepFlops,
-    model_flops,
-    program_flops,
-    seen_pairs,
-    visited_pairs,
-)
+from train.step_cost import StepFlops, model_flops, program_flops, seen_pairs, visited_pairs
 from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import (
     ASSUMPTIONS,
@@ -47,8 +41,6 @@ class CompiledStep:
     """The compiler's report on one step.
 
     Attributes:
-      topology, devices, mesh: what it was compiled for.
-      parameters: number of the model's parameters.
       tokens: tokens per step, L per row.
       computed_tokens: tokens per step that go through the layers, of both streams.
       state_bytes: bytes of parameters and moments on one device.
@@ -60,7 +52,6 @@ class CompiledStep:
       rows, accumulation: rows per micro-batch and micro-batches per step, chosen or given.
       attention_share: by number of samples per row, the pairs of a query and a key that are
         visited, divided by those that are visible.
-      options: XLA's flags.
       cost: one device's HBM traffic and collectives.
       roofline: lower bounds of the step's time.
       mfu_bound: model_flops divided by what the chips could do in the step's shortest time.
@@ -182,10 +173,7 @@ def _report(program: TrainProgram, topology: Topology, compiled: CompiledProgram
         sequence=mesh.shape["sequence"],
     )
     cost = program_cost(
-        compiled.text,
-        devices=len(devices) // slices,
-        slices=slices,
-        unknown_trips=turns,
+        compiled.text, devices=len(devices) // slices, slices=slices, unknown_trips=turns
     )
     rows = config.rows * config.accumulation
     whole = program_flops(config, model, rows, kind)

@@ -47,7 +47,7 @@ from wedlm_jax.checkpoint.adapters import save_drafter
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.checkpoint.orbax import describe_run, is_described
-from wedlm_jax.errors import TERMINATED, CompilingInterrupted, StorageFailure
+from wedlm_jax.errors import CompilingInterrupted, StorageFailure
 from wedlm_jax.host.processes import is_first, jax_processes, say, text_of_first
 from wedlm_jax.host.progress import saying_once
 from wedlm_jax.host.storage import as_path, is_remote
@@ -55,14 +55,10 @@ from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
 
 
 class RunStopped(Exception):
-    """The run has ended on request, with its state saved.
+    """The run has ended on request after ``step`` steps, with its state saved; ``status`` is the
+    process's exit status."""
 
-    Attributes:
-      step: completed steps.
-      status: the process's exit status.
-    """
-
-    def __init__(self, step: int, status: int = TERMINATED):
+    def __init__(self, step: int, status: int):
         super().__init__(f"stopped after step {step}")
         self.step, self.status = step, status
 
@@ -172,8 +168,6 @@ class TrainingRun:
       program: the recipe's program; its mesh must be the current one.
       data: the rows of each phase.
       held: rows to evaluate on, arrays ``[N, L]``; None if the run does not evaluate.
-      files: the files to which logs are written.
-      time: the clock of this attempt.
       questions: questions to ask at every evaluation, if any.
     """
 
@@ -184,7 +178,7 @@ class TrainingRun:
         held: dict[str, np.ndarray] | None,
         files: RunFiles,
         time: RunTime,
-        questions: AskedQuestions | None = None,
+        questions: AskedQuestions | None,
     ):
         config, model = program.config, program.model
         self._program, self._config, self._mesh = program, config, program.mesh
@@ -204,7 +198,7 @@ class TrainingRun:
         }
         self._evaluation = None if held is None else Evaluation(program, held, questions)
 
-    def run(self, checkpoints: Checkpoints, origin: Origin | None = None) -> TrainState:
+    def run(self, checkpoints: Checkpoints, origin: Origin | None) -> TrainState:
         """Trains from the newest checkpoint, or from where the recipe starts, to the last step.
 
         Args:
@@ -253,7 +247,7 @@ class TrainingRun:
                     watch.step()
                     with time.spent("input"):
                         rows = next(batches)
-                    shape = self._shape_of(step - 1)
+                    shape = next(phase.batch_shape for phase in self._phases if step <= phase.stop)
                     state, measured = compiled[shape](state, rows, key)
                     pending.add(step, measured)
                     log.step(step - 1)  # the newest step is still running
@@ -322,10 +316,6 @@ class TrainingRun:
             budget = describe_budget(self._program.state, compiled[shape])
             say(f"compiled {self._time.seconds['compile'] - before:.0f} s; {budget}")
         return compiled
-
-    def _shape_of(self, step: int) -> tuple[int, ...]:
-        """Returns the shape of the batch of a step, counted from 0."""
-        return next(phase.batch_shape for phase in self._phases if step < phase.stop)
 
     def _open_log(self, done: int) -> NoLog:
         if not is_first():

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train.optimizer import make_optimizer, schedule_of
 from train.recipe.config import TrainConfig
 from train.recipe.phases import source_names
-from train.step import GuardState, Objective, TrainState, TrainStep, make_train_step
+from train.step import GuardState, Objective, TrainState, make_train_step
 from wedlm_jax.aot.topology import compiler_options
 from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
@@ -106,13 +106,9 @@ class TrainProgram:
     """What a recipe runs on a mesh.
 
     Attributes:
-      config: the recipe.
-      model: the architecture that it trains.
       lora: the adapters that it trains while the model is frozen; None if it trains all parameters.
-      mesh: the mesh that it runs on.
       graph: graph definition of the model.
       optimizer: the optimizer, with its schedule.
-      objective: what is learned.
       step: the jitted step; see `train.step.make_train_step`.
       state: shapes, dtypes and shardings of the state that the step reads and writes.
       rows: shapes, dtypes and shardings of a global batch.
@@ -126,7 +122,7 @@ class TrainProgram:
     graph: nnx.GraphDef[Transformer]
     optimizer: optax.GradientTransformationExtraArgs
     objective: Objective
-    step: TrainStep
+    step: jax.stages.Wrapped
     state: TrainState
     rows: PackedRows
     key: Any
@@ -180,7 +176,6 @@ def make_program(
     """Builds the program of a recipe; nothing is compiled yet.
 
     Args:
-      config: the recipe.
       model: the architecture; see `train.start.recipe_model`.
       mesh: from `wedlm_jax.sharding.make_mesh`; its devices may be absent.
       sources: the number of sources of the whole run, if the recipe is a phase's; by default the

@@ -56,12 +56,7 @@ DECISIVE = {
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """A state of another run, from which a run branches.
-
-    Attributes:
-      run: the other run's folder.
-      step: step of the state.
-    """
+    """A state of another run, from which a run branches: the run's folder and the state's step."""
 
     run: Path
     step: int
@@ -157,12 +152,8 @@ def _check_optimizer(origin: Origin, config: TrainConfig) -> None:
 
 
 def write_origin(origin: Origin, output: Path, logs: Path) -> None:
-    """Records where a run comes from, and copies the running means with which its metrics continue.
-
-    Args:
-      output: the new run's folder.
-      logs: the folder of its logs.
-    """
+    """Records where a run comes from, and copies the running means with which its metrics continue,
+    to the folders of the new run and of its logs."""
     if not is_first():
         return
     line: dict[str, Any] = {"run": str(absolute(origin.run)), "step": origin.step}

@@ -16,11 +16,7 @@ from train.checkpoint import Checkpoints, read_state
 from train.data.shards import mask_token_in, read_manifest
 from train.data.sources import open_folder
 from train.data.tokenizer import load_tokenizer
-from train.mask_token import (
-    choose_mask_token,
-    describe_mask_token,
-    named_mask_token,
-)
+from train.mask_token import choose_mask_token, describe_mask_token, named_mask_token
 from train.program import TrainProgram, lora_of
 from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of
@@ -94,9 +90,9 @@ def recipe_model(
     tokenizer = None if tokenizer_from is None else load_tokenizer(tokenizer_from)
     model = _architecture(config, tokenizer, run)
     if tokenizer is None or tokenizer_from is None:
-        any_token = model.vocab_size - 1
         if config.objective == "drafter":
             return model
+        any_token = model.vocab_size - 1
         return dataclasses.replace(model, mask_token_id=model.mask_token_id or any_token)
     model = with_turn_ends(config, model)
     named = named_mask_token(tokenizer_from)
@@ -108,12 +104,16 @@ def _architecture(
 ) -> ModelConfig:
     """Returns a recipe's architecture, with the checkpoint's mask token, if it has one."""
     stated = config.model.architecture
-    _refuse_unknown(stated)
+    for name in stated:
+        if name not in CONFIG_FIELDS:
+            raise InputError(
+                f"model.architecture.{name}: not a field of a model's config.json that is read "
+                f"here; {did_you_mean(name, CONFIG_FIELDS)}"
+            )
     if run is not None and (run / RUN_MODEL / "config.json").exists():
-        return _with_architecture(read_architecture(run / RUN_MODEL), stated, run / RUN_MODEL)
+        return _with_architecture(run / RUN_MODEL, stated)
     if config.model.init_from is not None:
-        folder = as_path(config.model.init_from)
-        return _with_architecture(read_architecture(folder), stated, folder)
+        return _with_architecture(as_path(config.model.init_from), stated)
     fields: dict[str, Any] = {"model_type": "wedlm"}
     if tokenizer is not None:
         fields |= {
@@ -150,7 +150,6 @@ def mask_token(
 
     Args:
       config: the recipe, which may name another mask token than the model's.
-      tokenizer: the model's tokenizer.
       model: the architecture; in a resumed run it has the run's mask token.
       own: the mask token that the tokenizer's folder names.
 
@@ -179,17 +178,9 @@ def mask_token(
     return chosen
 
 
-def _refuse_unknown(stated: dict[str, Any]) -> None:
-    for name in stated:
-        if name not in CONFIG_FIELDS:
-            raise InputError(
-                f"model.architecture.{name}: not a field of a model's config.json that is read "
-                f"here; {did_you_mean(name, CONFIG_FIELDS)}"
-            )
-
-
-def _with_architecture(found: ModelConfig, stated: dict[str, Any], folder: Path) -> ModelConfig:
+def _with_architecture(folder: Path, stated: dict[str, Any]) -> ModelConfig:
     """Returns a checkpoint's architecture with the fields that a recipe states replaced."""
+    found = read_architecture(folder)
     for name in PARAMETERS:
         value = getattr(found, name)
         if stated.get(name, value) not in (value, None):

@@ -16,7 +16,7 @@ import collections
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,6 @@ from wedlm_jax.sharding import constrain_tree
 
 NORM_DECAY = 0.98
 """The decay of the running mean of gradient norms, which covers about 50 steps."""
-
-
 SETTLE = 50
 """The first steps, whose norms vary much, in which spikes do not count."""
 
@@ -163,16 +161,6 @@ class Objective:
     distance: str = "kl"
 
 
-class TrainStep(Protocol):
-    """A jitted training step, which is called with arrays or lowered with their shapes."""
-
-    def __call__(
-        self, state: TrainState, rows: PackedRows, key: Array
-    ) -> tuple[TrainState, Metrics]: ...
-
-    def lower(self, state: TrainState, rows: PackedRows, key: Array) -> jax.stages.Lowered: ...
-
-
 def make_train_step(
     graph: nnx.GraphDef[Transformer],
     optimizer: optax.GradientTransformationExtraArgs,
@@ -181,14 +169,12 @@ def make_train_step(
     schedule: optax.Schedule | None = None,
     spike_factor: float = 0.0,
     norms: bool = True,
-) -> TrainStep:
+) -> jax.stages.Wrapped:
     """Returns the jitted step, whose state argument is donated. Called under ``jax.set_mesh``, it
     runs on that mesh, sharded by the rules of `wedlm_jax.sharding`.
 
     Args:
-      graph: graph definition of the model.
       optimizer: an optimizer from `make_optimizer`.
-      objective: what is learned.
       schedule: the optimizer's schedule, for reporting the learning rate.
       spike_factor: which steps are skipped (`judge`).
       norms: whether to measure norms of parameters and updates (`group_norms`).
@@ -291,8 +277,7 @@ def prepare_given(
     objective: Objective, rows: PackedRows, masked: Array, mask_ratio: Array
 ) -> tuple[DualStreamBatch, dict[str, Array], LossFn]:
     """Does the same as `prepare` with given masks and ratios ``[A, R, L]``, in logical order."""
-    if objective.mask_token_id is None:
-        raise ValueError("WeDLM training needs a mask_token_id")
+    assert objective.mask_token_id is not None, "see `train.program.objective_of`"
     build = partial(
         dual_stream, block_size=objective.block_size, mask_token_id=objective.mask_token_id
     )
