@@ -12,12 +12,7 @@ from tests.examples.data import corpus_rows
 from tests.examples.tiny_run import changed, metric_lines, run_until_killed, tiny_recipe
 from train.loop import train as run_training
 from train.optimizer import schedule_of
-from train.recipe.config import (
-    DataSection,
-    LoraSection,
-    ModelSection,
-    OptimizerSection,
-)
+from train.recipe.config import DataSection, LoraSection, ModelSection, OptimizerSection
 from train.resume import origin_of
 from wedlm_jax.checkpoint.orbax import read_arrays, whole_steps
 from wedlm_jax.errors import InputError

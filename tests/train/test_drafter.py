@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import metric_lines, on_devices, tiny_recipe
@@ -139,60 +140,42 @@ def test_adapters_of_another_shape_are_not_trained_on(change, sentence, run, sto
         run_training(config)
 
 
-def _other_model(drafter, stock, folder):
-    from safetensors.numpy import load_file, save_file
+@pytest.mark.parametrize(
+    ("file", "harm", "sentence"),
+    [
+        ("adapter_config.json", {"r": 2}, r"has shape \[4, 24\], expected \[2, 24\]"),
+        ("adapter_config.json", {"target_modules": ["q_proj"]}, "is not part of a drafter"),
+        ("adapter_config.json", {"target_modules": ["lm_head"]}, "not a drafter's configuration: "),
+        ("adapter_config.json", {"wedlm": None}, "adapters of an ordinary finetune, not a drafter"),
+        ("adapter_config.json", lambda _: b"\xff\x00", "not valid JSON"),
+        ("adapter_config.json", None, r"no adapter_config\.json here, so this is not"),
+        (
+            "adapter_model.safetensors",
+            lambda content: content[:-100],
+            "truncated or not a safetensors file",
+        ),
+    ],
+)
+def test_what_is_no_drafter_is_refused(file, harm, sentence, run, stock, tmp_path):
+    path = shutil.copytree(run / "drafter", tmp_path / "drafter") / file
+    if harm is None:
+        path.unlink()
+    elif isinstance(harm, dict):
+        path.write_text(json.dumps(json.loads(path.read_text()) | harm))
+    else:
+        path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(InputError, match=sentence):
+        LLM(stock, drafter=str(path.parent))
 
-    other = shutil.copytree(stock, folder / "other")
+
+def test_a_drafter_of_another_model_is_refused(run, stock, tmp_path):
+    other = shutil.copytree(stock, tmp_path / "other")
     file = next(other.glob("*.safetensors"))
     values = load_file(file)
     values["model.layers.1.mlp.up_proj.weight"] += 1
     save_file(values, file, {"format": "pt"})
-    return drafter, other
-
-
-def _config(**changes):
-    def change(drafter, stock, folder):
-        path = drafter / "adapter_config.json"
-        content = {**json.loads(path.read_text()), **changes}
-        path.write_text(json.dumps(content))
-        return drafter, stock
-
-    return change
-
-
-def _truncated(drafter, stock, folder):
-    path = drafter / "adapter_model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    return drafter, stock
-
-
-def _nothing(drafter, stock, folder):
-    return folder, stock
-
-
-def _not_json(drafter, stock, folder):
-    (drafter / "adapter_config.json").write_bytes(b"\xff\x00")
-    return drafter, stock
-
-
-@pytest.mark.parametrize(
-    ("harm", "sentence"),
-    [
-        (_other_model, "a drafter of another model"),
-        (_config(r=2), r"has shape \[4, 24\], expected \[2, 24\]"),
-        (_config(target_modules=["q_proj"]), "is not part of a drafter"),
-        (_config(target_modules=["lm_head"]), "not a drafter's configuration: rank 4, targets"),
-        (_config(wedlm=None), "adapters of an ordinary finetune, not a drafter"),
-        (_truncated, "truncated or not a safetensors file"),
-        (_nothing, r"no adapter_config\.json here, so this is not"),
-        (_not_json, "not valid JSON"),
-    ],
-)
-def test_what_is_no_drafter_of_the_model_is_refused(harm, sentence, run, stock, tmp_path):
-    copy = shutil.copytree(run / "drafter", tmp_path / "drafter")
-    drafter, model = harm(copy, stock, tmp_path)
-    with pytest.raises(InputError, match=sentence):
-        LLM(model, drafter=str(drafter))
+    with pytest.raises(InputError, match="a drafter of another model"):
+        LLM(other, drafter=str(run / "drafter"))
 
 
 def test_masks_of_a_drafter_are_not_to_decide(run, stock):
@@ -214,8 +197,6 @@ def test_the_newest_state_converts_to_the_drafter_and_to_no_model(run, tmp_path)
 
 
 def test_the_files_are_pefts(run):
-    from safetensors.numpy import load_file
-
     content = json.loads((run / "drafter" / "adapter_config.json").read_text())
     assert (content["peft_type"], content["r"], content["lora_alpha"]) == ("LORA", 4, 8.0)
     assert content["wedlm"]["rows"] == "masked"

@@ -42,19 +42,15 @@ def test_metrics_have_a_line_a_step_and_the_loss_falls(finished):
     assert lines[-1]["ar_loss"] < lines[0]["ar_loss"]
 
 
-def test_a_finished_run_started_again_trains_no_further(finished, tokenizer_folder, capsys):
-    lines, values = metric_lines(finished), hf_values(finished / "hf")
-    run_training(tiny_recipe(finished, tokenizer_folder))
-    assert "resumed from step 4" in capsys.readouterr().out
-    assert metric_lines(finished) == lines
-    assert_same_bits(hf_values(finished / "hf"), values)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_the_export_has_the_dtype_of_the_recipe(finished, tokenizer_folder, tmp_path, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_finished_run_started_again_exports_in_the_dtype_of_the_recipe_and_trains_no_further(
+    finished, tokenizer_folder, tmp_path, dtype, capsys
+):
     assert {value.dtype.name for value in hf_values(finished / "hf").values()} == {"float32"}
     run = shutil.copytree(finished, tmp_path / "run")
     run_training(tiny_recipe(run, tokenizer_folder, export_dtype=dtype))
+    assert "resumed from step 4" in capsys.readouterr().out
+    assert metric_lines(run) == metric_lines(finished)
     convert(finished / "hf", tmp_path / "expected", to="hf", dtype=dtype)
     assert_same_bits(hf_values(run / "hf"), hf_values(tmp_path / "expected"))
     assert read_config_json(run / "hf")["dtype"] == dtype
@@ -67,13 +63,6 @@ def test_the_exported_folder_is_that_of_a_wedlm(finished):
     tokenizer = Tokenizer.from_file(str(finished / "hf" / "tokenizer.json"))
     assert model.config.mask_token_id == tokenizer.token_to_id("<|mask|>")
     assert model.config.eos_token_ids == (tokenizer.token_to_id("<|im_end|>"),)
-
-
-def test_a_run_says_what_its_model_is(finished, tmp_path):
-    """So its newest state is exported without more: here the last, which the run has exported."""
-    convert(finished, tmp_path / "out")
-    for path in (finished / "hf").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def stop_after(monkeypatch, config, step):

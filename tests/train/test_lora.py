@@ -35,7 +35,7 @@ from train.step_cost import forward_flops, model_flops, program_flops
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
-from wedlm_jax.model.lora import LoraConfig, merged_weight, with_adapters
+from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.sharding import batch_sharding, make_mesh, tree_shardings
 
 LORA = LoraConfig(rank=2, alpha=6.0)
@@ -279,11 +279,3 @@ def test_a_run_averages_and_evaluates_its_adapters(base, tmp_path):
     values, before = hf_values(tmp_path / "hf"), hf_values(base)
     name = "model.layers.1.mlp.gate_proj.weight"
     assert 0 < np.abs(values[name] - before[name]).max() < 1
-
-
-def test_merging_by_numpy_is_merging_by_jax():
-    random = np.random.default_rng(0)
-    w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (2, 7), (5, 2)))
-    np.testing.assert_allclose(
-        merged_weight(w, a, b, 0.5), merged_weight(jnp.asarray(w), a, b, 0.5), rtol=1e-6
-    )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,7 @@ from tests.examples.tiny_run import tiny_recipe
 from train.data.command import main as tokenize
 from train.data.shards import read_manifest
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from train.recipe.config import (
-    ModelSection,
-    TrainConfig,
-)
+from train.recipe.config import ModelSection, TrainConfig
 from train.start import mask_token, recipe_model
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
@@ -26,6 +24,11 @@ from wedlm_jax.errors import InputError
 
 def recipe(folder, **architecture):
     return TrainConfig(model=ModelSection(init_from=str(folder), architecture=architecture))
+
+
+def change(path, **fields):
+    """Replaces fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.fixture
@@ -62,15 +65,12 @@ SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 def qwen(tmp_path):
     """An AR checkpoint whose vocabulary has rows that its tokenizer, without a mask, leaves."""
     folder = write_tiny_checkpoint(tmp_path / "qwen")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "mask_token_id": None}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    change(folder / "config.json", **kind, mask_token_id=None)
     tokenizer = train_tokenizer(["a b c"], 262, special_tokens=SPECIALS)
     tokenizer.add_tokens(["<tool>"])
     save_tokenizer(tokenizer, folder)
-    named = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    del named["mask_token"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
+    change(folder / "tokenizer_config.json", mask_token=None)
     return folder
 
 
@@ -105,8 +105,8 @@ def test_a_run_that_goes_on_keeps_its_own(qwen, tmp_path):
     fresh = chosen(config)
     tool = tool_id(qwen)
     (output / "model").mkdir(parents=True)
-    described = json.loads((qwen / "config.json").read_text()) | {"mask_token_id": tool}
-    (output / "model" / "config.json").write_text(json.dumps(described))
+    shutil.copy(qwen / "config.json", output / "model")
+    change(output / "model" / "config.json", mask_token_id=tool)
     # There is no state yet that was trained with it, and then there is.
     assert recipe_model(config, qwen).mask_token_id == fresh
     assert recipe_model(config, qwen, output).mask_token_id == tool
@@ -136,8 +136,7 @@ def test_text_that_has_the_mask_token_is_told(qwen, tmp_path, capsys):
     assert f"mask token {tool} (<tool>)" in said
     assert f"{rows}: the text has the mask token {tool} 2 times" in said
     # Of a model that has chosen, it is told when the text is tokenised.
-    described = json.loads((qwen / "config.json").read_text()) | {"mask_token_id": tool}
-    (qwen / "config.json").write_text(json.dumps(described))
+    change(qwen / "config.json", mask_token_id=tool)
     assert tokenize([*options, "--tokenizer", str(qwen), "--output", f"{rows}2"]) == 0
     assert f"input: the text has the mask token {tool} 2 times" in capsys.readouterr().out
 
@@ -149,11 +148,9 @@ DOCUMENT = 0
 @pytest.fixture
 def plain_base(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "base")
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | {"eos_token_id": DOCUMENT}
-    path.write_text(json.dumps(config), encoding="utf-8")
+    change(folder / "config.json", eos_token_id=DOCUMENT)
     generation = {"eos_token_id": DOCUMENT, "max_new_tokens": 2048}
-    (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
 
 

@@ -38,7 +38,7 @@ def test_every_shipped_recipe_loads_with_the_values_it_states(path):
             assert {name: config[key][name] for name in value} == value, key
         else:
             assert config[key] == value, key
-    # Which rows of a vocabulary are unused, the tokenizer knows.
+    # The tokenizer knows which rows of a vocabulary are unused.
     assert "mask_token_id" not in loaded.model.architecture
     assert loaded.model.mask_token is None
 
@@ -116,7 +116,6 @@ steps: [1, 2 | not valid YAML.*
 a: b: c | not valid YAML.*
 \tsteps: 5 | not valid YAML.*
 steps: *unknown | not valid YAML.*
-rows: 0 | rows: expected a number of at least 1, not 0
 {row_length: 100, block_size: 32} | row_length 100 is not a multiple of block_size 32.*
 data: {sources: {a: -1.5}, tokenizer: t} | data.sources.a: expected a number above 0, not -1.5
 data: {sources: {a: 1}} | data.sources needs the tokenizer .*
@@ -126,7 +125,6 @@ data: {tokenizer: t, sources: {a: 1}}\nevaluation: {every: 5} | evaluation.sourc
 """
 OVERRIDES = r"""
 steps=0 | steps: expected a number of at least 1, not 0
-rows=0 | rows: expected a number of at least 1, not 0
 accumulation=0 | accumulation: expected a number of at least 1, not 0
 block_size=0 | block_size: expected a number of at least 1, not 0
 log_every=0 | log_every: expected a number of at least 1, not 0
