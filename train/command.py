@@ -87,14 +87,11 @@ def main(arguments: list[str]) -> int:
         with EndTogether():
             try:
                 folder = train(config, allow_changed=options.allow_changed)
-            except RunStopped as stopped:
-                text = f"wedlm train: {stopped}; the same command continues from there"
-                print(text, file=sys.stderr, flush=True)
+            except (RunStopped, CompilingInterrupted) as stopped:
+                saved = isinstance(stopped, RunStopped)
+                goes_on = "the same command continues from there" if saved else GOES_ON
+                print(f"wedlm train: {stopped}; {goes_on}", file=sys.stderr, flush=True)
                 return stopped.status
-            except CompilingInterrupted as interrupt:
-                text = f"wedlm train: {interrupt}; {GOES_ON}"
-                print(text, file=sys.stderr, flush=True)
-                return interrupt.status
     except KeyboardInterrupt:
         print(f"wedlm train: interrupted; {GOES_ON}", file=sys.stderr)
         for stream in (sys.stdout, sys.stderr):
