@@ -274,11 +274,8 @@ class Checkpoints:
         return None
 
     def _see_the_same(self, step: int) -> None:
-        """Waits until all processes see the same files of a state.
-
-        Raises:
-          StorageFailure: in all processes, if they do not within `SEEN_WITHIN_S`.
-        """
+        """Waits until all processes see the same files of a state; raises `StorageFailure` in all
+        of them if they do not within `SEEN_WITHIN_S`."""
         deadline = time.monotonic() + SEEN_WITHIN_S
         while True:
             seen = texts_of_all(self._files(step))

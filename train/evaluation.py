@@ -228,18 +228,12 @@ def mesh_of_processes(mesh: Mesh) -> Mesh:
 
 
 def own_copy(processes: Mesh, tree: Any) -> Any:
-    """Copies all parameters to each process's own devices. All processes call this together; each
-    holds no more than its copy.
+    """Copies all parameters, with any sharding, to each process's own devices, which share the
+    hidden axis (`mesh_of_processes`). All processes call this together; each holds no more than its
+    copy.
 
     Joint computations must run in lockstep, but a decode loop ends when its sequences do. So the
     processes of a run decode separately, each its own prompts on its own devices.
-
-    Args:
-      processes: a mesh from `mesh_of_processes`; a process's devices share the hidden axis.
-      tree: arrays on the same devices, with any sharding, under the names of `PARAMETER_AXES`.
-
-    Returns:
-      the tree, with arrays on ``processes.local_mesh``.
     """
 
     def as_own(x: jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -274,12 +268,10 @@ class AskedQuestions:
 
     Args:
       questions: at least one question.
-      codec: text codec of the model.
-      params: sampling parameters of the answers.
       room: maximum number of tokens of a prompt and its answer.
 
     Attributes:
-      longest: maximum number of tokens of a question and its answer.
+      longest: the most tokens that a question and its answer may have; at most ``room``.
 
     Raises:
       InputError: a prompt is empty, too long, or refused by the tokenizer; the message names its
@@ -343,15 +335,8 @@ class AskedQuestions:
 def asked_questions(
     config: TrainConfig, questions: Sequence[Question], folder: Path, context: int
 ) -> AskedQuestions | None:
-    """Prepares `drawn_questions` for a recipe's model; returns None if there are none.
-
-    Args:
-      folder: folder of the tokenizer.
-      context: context length of the model.
-
-    Raises:
-      InputError: as `AskedQuestions`.
-    """
+    """Prepares `drawn_questions` for a model, given the folder of its tokenizer and its context
+    length; returns None if there are none. Raises as `AskedQuestions`."""
     if not questions:
         return None
     section = config.evaluation

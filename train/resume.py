@@ -369,12 +369,7 @@ def _saved_order(path: Path) -> RowOrder:
 
 def _changed_fields(config: TrainConfig, run: Path, done: int) -> dict[str, bool]:
     """Returns a line for each field whose value differs from the saved one, and whether the change
-    is decisive. If the saved recipe cannot be read, prints that and returns none.
-
-    Args:
-      run: the folder of the saved recipe.
-      done: completed steps.
-    """
+    is decisive. If the saved recipe cannot be read, prints that and returns none."""
     try:
         saved = _saved_fields(run)
     except Exception as error:

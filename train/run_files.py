@@ -87,10 +87,8 @@ def _comes(there: Callable[[], bool]) -> bool:
 
 
 class RunFiles:
-    """Manages the growing files of a run: in its folder, or as local copies of those in a bucket.
-
-    Args:
-      output: the run's folder, from `open_output`.
+    """Manages the growing files of a run: in its folder, from `open_output`, or as local copies of
+    those in a bucket.
 
     Attributes:
       folder: the folder on this machine to write to.

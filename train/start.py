@@ -29,14 +29,7 @@ from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import check_tensors
 from wedlm_jax.checkpoint.open import open_checkpoint, read_architecture
 from wedlm_jax.checkpoint.orbax import described_lora
-from wedlm_jax.config import (
-    CONFIG_FIELDS,
-    PARTS,
-    SIZES,
-    ModelConfig,
-    config_from_hf,
-    config_to_hf,
-)
+from wedlm_jax.config import CONFIG_FIELDS, PARTS, SIZES, ModelConfig, config_from_hf, config_to_hf
 from wedlm_jax.errors import InputError, did_you_mean
 from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import as_path, folder_of_this_machine, why_absent

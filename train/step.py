@@ -33,13 +33,7 @@ from wedlm_jax.drafter import (
     draw_anchors,
     window_batch,
 )
-from wedlm_jax.loss import (
-    LossConfig,
-    ar_denominators,
-    ar_loss,
-    wedlm_denominators,
-    wedlm_loss,
-)
+from wedlm_jax.loss import LossConfig, ar_denominators, ar_loss, wedlm_denominators, wedlm_loss
 from wedlm_jax.model import Transformer
 from wedlm_jax.sharding import constrain_tree
 
@@ -261,16 +255,12 @@ def prepare(
         windows = jax.vmap(partial(window_batch, width=objective.block_size))(rows, anchors)
         loss = partial(drafter_loss, config=objective.loss, distance=objective.distance)
         return windows, _totals(drafter_denominators, windows), loss
-    masked, ratio = jax.vmap(jax.vmap(partial(_row_masks, objective)))(keys, rows.trainable)
-    return prepare_given(objective, rows, masked, ratio)
-
-
-def _row_masks(objective: Objective, key: Array, trainable: Array) -> tuple[Array, Array]:
-    """Draws the masks and ratios of one row, ``[L]``."""
-    masked, ratio = sample_masks(
-        key, trainable[None], objective.block_size, suffix_share=objective.suffix_share
+    draw_row = partial(
+        sample_masks, block_size=objective.block_size, suffix_share=objective.suffix_share
     )
-    return masked[0], ratio[0]
+    drawn = jax.vmap(jax.vmap(draw_row))(keys, rows.trainable[:, :, None])
+    masked, ratio = (x[:, :, 0] for x in drawn)
+    return prepare_given(objective, rows, masked, ratio)
 
 
 def prepare_given(

@@ -471,11 +471,8 @@ def _unknown_key(key: str) -> str:
 
 
 def _check(config: TrainConfig, given_in: Callable[..., str]) -> None:
-    """Refuses invalid values, and fields that contradict each other.
-
-    Raises:
-      InputError: the message begins with where the first of the fields was set.
-    """
+    """Refuses invalid values, and fields that contradict each other; the message begins with where
+    the first of the fields was set."""
     check_fields(config, given_in)
     try:
         SkippedBatches.of(config.data.skip)
