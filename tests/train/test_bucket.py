@@ -175,10 +175,7 @@ def test_a_state_that_cannot_be_written_is_told_and_a_later_one_is(bucket, no_pa
     assert not checkpoints.failed()
     with bucket.refusing("POST .*later/4/default/", 403):
         checkpoints.save(state(4))
-        deadline = time.monotonic() + LIMIT_S
-        while not checkpoints.failed():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(checkpoints.failed)
     assert not checkpoints.failed()  # it is told once
     assert checkpoints.steps() == [2]
     said = capsys.readouterr()

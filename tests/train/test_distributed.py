@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -17,13 +18,13 @@ from tests.examples.checkpoints import hf_values
 from tests.examples.data import EMBEDDED, ROW, documents, tokenised, write_jsonl
 from tests.examples.tiny_run import (
     metric_lines,
-    on_devices,
     run_hosts,
     run_until_killed,
     tiny_recipe,
     write_recipe,
 )
 from tests.train.test_checkpoint import read, write
+from tests.train.test_evaluation import evaluations
 from train import agreement
 from train import checkpoint as training_states
 from train.agreement import agree, differences
@@ -69,10 +70,7 @@ def test_two_processes_train_together_what_one_trains_alone(finished, tokenizer_
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
     # Held-out losses are taken together; each process decodes its share of prompts and questions.
-    first, evaluated = [
-        json.loads(line)
-        for line in (tmp_path / "run" / "evaluation.jsonl").read_text().splitlines()
-    ]
+    first, evaluated = evaluations(tmp_path / "run")
     assert (first.pop("step"), evaluated.pop("step")) == (0, 4)
     assert first.keys() == evaluated.keys()
     expected_figures = evaluation_of(tmp_path / "run", config)
@@ -214,9 +212,7 @@ def stopped(tokenizer_folder, tmp_path_factory):
     """A run with states of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "stopped"
     config = tiny_recipe(folder, tokenizer_folder, steps=5, checkpoint_every=2)
-    with pytest.MonkeyPatch.context() as patch:
-        on_devices(patch, 1)
-        run_until_killed(config, 4)
+    run_until_killed(config, 4)
     return config
 
 
@@ -283,9 +279,7 @@ def test_a_good_state_that_one_host_reads_too_early_is_not_renamed(stopped, tmp_
 def test_too_little_memory_is_no_damage(tmp_path, monkeypatch):
     write(tmp_path, 2, 4)
 
-    def full(*_, **__):
-        raise MemoryError
-
+    full = Mock(side_effect=MemoryError)
     monkeypatch.setattr(training_states.ocp.StandardCheckpointHandler, "restore", full)
     with pytest.raises(MemoryError):
         read(tmp_path)
@@ -297,10 +291,8 @@ def test_a_folder_of_states_that_cannot_be_read_is_not_an_empty_one(tmp_path, mo
     config = tiny_recipe(tmp_path, None)
     assert agree(config) == [4, 2]
 
-    def refused(path):
-        raise PermissionError(13, "Permission denied")
-
     monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
+    refused = Mock(side_effect=PermissionError(13, "Permission denied"))
     monkeypatch.setattr(Path, "iterdir", refused)
     with pytest.raises(StorageFailure, match=r"checkpoints: cannot be read, and is left as it is"):
         agree(config)

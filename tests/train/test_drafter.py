@@ -10,8 +10,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
-from tests.examples.tiny_run import metric_lines, on_devices, tiny_recipe
+from tests.examples.tiny_run import metric_lines, tiny_recipe
 from tests.examples.training import TINY
+from tests.train.test_evaluation import evaluations
+from tests.train.test_start import change
 from train.loop import train as run_training
 from train.recipe.config import DrafterSection, EvaluationSection, LoraSection, ModelSection
 from train.step_cost import model_flops, program_flops
@@ -24,22 +26,18 @@ WINDOW = 4
 PROMPTS = [[5, 17, 3], [60, 2, 9, 31, 4, 8], [41], [7, 7, 7, 7, 12]]
 
 
-def recipe(output, init_from, **changes):
-    config = tiny_recipe(
+def recipe(output, init_from):
+    return tiny_recipe(
         output,
         None,
         model=ModelSection(init_from=str(init_from)),
+        objective="drafter",
+        drafter=DrafterSection(window_size=WINDOW),
         lora=LoraSection(rank=4, alpha=8.0),
         evaluation=EvaluationSection(every=30, rows=4),
         steps=60,
-        log_every=30,
-    )
-    return dataclasses.replace(
-        config,
-        objective="drafter",
-        drafter=DrafterSection(window_size=WINDOW),
         checkpoint_every=30,
-        **changes,
+        log_every=30,
     )
 
 
@@ -47,24 +45,16 @@ def recipe(output, init_from, **changes):
 def stock(finished, tmp_path_factory):
     """A checkpoint as people have them: no mask token, of an AR family."""
     folder = shutil.copytree(finished / "hf", tmp_path_factory.mktemp("stock") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    config.pop("mask_token_id")
-    (folder / "config.json").write_text(json.dumps(config))
+    kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    change(folder / "config.json", **kind, mask_token_id=None)
     return folder
 
 
 @pytest.fixture(scope="module")
 def run(stock, tmp_path_factory):
     output = tmp_path_factory.mktemp("drafter") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        on_devices(patch, 1)
-        assert run_training(recipe(output, stock)) == output / "drafter"
+    assert run_training(recipe(output, stock)) == output / "drafter"
     return output
-
-
-def evaluations(run):
-    return [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
 
 
 def agreements(run):
@@ -110,8 +100,7 @@ def test_tokens_are_those_of_the_model_alone(run, stock, options, engine):
     assert sum(one.num_forwards for one in results) <= sum(map(len, alone))
 
 
-def test_a_drafter_is_trained_on_with_wider_windows(run, stock, tmp_path, monkeypatch):
-    on_devices(monkeypatch, 1)
+def test_a_drafter_is_trained_on_with_wider_windows(run, stock, tmp_path):
     config = recipe(tmp_path / "on", stock)
     config.drafter = DrafterSection(window_size=2 * WINDOW, init_from=str(run / "drafter"))
     config.steps, config.evaluation.every, config.optimizer.warmup_steps = 1, 1, 0
@@ -161,7 +150,7 @@ def test_what_is_no_drafter_is_refused(file, harm, sentence, run, stock, tmp_pat
     if harm is None:
         path.unlink()
     elif isinstance(harm, dict):
-        path.write_text(json.dumps(json.loads(path.read_text()) | harm))
+        change(path, **harm)
     else:
         path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(InputError, match=sentence):

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from tests.examples.checkpoints import assert_same_bits, hf_values
-from tests.examples.tiny_run import metric_lines, on_devices, run_until_killed, tiny_recipe
+from tests.examples.tiny_run import metric_lines, run_until_killed, tiny_recipe
 from tests.examples.train_step import (
     DIVIDED,
     KEY,
@@ -27,6 +27,7 @@ from tests.examples.train_step import (
 )
 from tests.examples.training import BLOCK, MASK_TOKEN, TINY, tiny_transformer
 from tests.jaxpr_shapes import arrays_in
+from tests.train.test_evaluation import evaluations
 from train.loop import train as run_training
 from train.program import make_program
 from train.recipe.config import EvaluationSection, LoraSection, ModelSection
@@ -35,7 +36,7 @@ from train.step_cost import forward_flops, model_flops, program_flops
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
-from wedlm_jax.model.lora import LoraConfig, with_adapters
+from wedlm_jax.model.lora import LoraConfig, merged_weight, with_adapters
 from wedlm_jax.sharding import batch_sharding, make_mesh, tree_shardings
 
 LORA = LoraConfig(rank=2, alpha=6.0)
@@ -196,9 +197,7 @@ def base(finished):
 @pytest.fixture(scope="module")
 def whole_run(base, tmp_path_factory):
     output = tmp_path_factory.mktemp("lora") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        on_devices(patch, 1)
-        run_training(lora_recipe(output, base, checkpoint_every=2))
+    run_training(lora_recipe(output, base, checkpoint_every=2))
     return output
 
 
@@ -272,10 +271,17 @@ def test_a_run_averages_and_evaluates_its_adapters(base, tmp_path):
     config = lora_recipe(tmp_path, base, evaluation=section, steps=2)
     config.optimizer.average = 0.9
     run_training(config)
-    lines = (tmp_path / "evaluation.jsonl").read_text().splitlines()
-    begun, first, second = map(json.loads, lines)
+    begun, first, second = evaluations(tmp_path)
     assert {"tokens_per_forward", "p_cache"} <= first.keys()
     assert begun["loss"] == first["loss"] != second["loss"]
     values, before = hf_values(tmp_path / "hf"), hf_values(base)
     name = "model.layers.1.mlp.gate_proj.weight"
     assert 0 < np.abs(values[name] - before[name]).max() < 1
+
+
+def test_merging_by_numpy_is_merging_by_jax():
+    random = np.random.default_rng(0)
+    w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (2, 7), (5, 2)))
+    np.testing.assert_allclose(
+        merged_weight(w, a, b, 0.5), merged_weight(jnp.asarray(w), a, b, 0.5), rtol=1e-6
+    )

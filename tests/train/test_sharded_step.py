@@ -59,6 +59,13 @@ def without_prompts(rows):
     return dataclasses.replace(rows, prediction_blocks=jnp.asarray(places.reshape(2, ROWS, -1)))
 
 
+def on_mesh(layout):
+    """A mesh, and the first state on it."""
+    mesh = make_mesh(LAYOUTS[layout])
+    state = fresh_state(parameters=PARAMETERS)
+    return mesh, jax.device_put(state, tree_shardings(mesh, state))
+
+
 @cache
 def on_one_device():
     return run_steps(step_of("streams"), fresh_state(parameters=PARAMETERS), batches())
@@ -79,9 +86,7 @@ def on_one_device():
 )
 def test_losses_gradients_and_parameters_equal_those_of_one_device(layout, attention, prompts):
     """Also where the prompts are not in the prediction stream, and there they are."""
-    mesh = make_mesh(LAYOUTS[layout])
-    state = fresh_state(parameters=PARAMETERS)
-    state = jax.device_put(state, tree_shardings(mesh, state))
+    mesh, state = on_mesh(layout)
     given = batches() if prompts else [without_prompts(batch) for batch in batches()]
     rows = [jax.device_put(batch, batch_sharding(mesh)) for batch in given]
     with jax.set_mesh(mesh):
@@ -97,9 +102,7 @@ def test_losses_gradients_and_parameters_equal_those_of_one_device(layout, atten
 
 
 def test_every_matrix_and_its_moments_are_cut_and_stay_so():
-    mesh = make_mesh(LAYOUTS["mixed"])
-    state = fresh_state(parameters=PARAMETERS)
-    state = jax.device_put(state, tree_shardings(mesh, state))
+    mesh, state = on_mesh("mixed")
     rows = jax.device_put(batches()[0], batch_sharding(mesh))
     with jax.set_mesh(mesh):
         new_state, _ = step_of("streams")(state, rows, KEY)
@@ -118,9 +121,7 @@ def test_every_matrix_and_its_moments_are_cut_and_stay_so():
 
 def test_gradients_alone_are_cut_like_their_parameters():
     """What stands between backward pass and update is never whole on a device."""
-    mesh = make_mesh(LAYOUTS["mixed"])
-    layout = tree_shardings(mesh, PARAMETERS)
-    parameters = jax.device_put(PARAMETERS, layout)
+    mesh, state = on_mesh("mixed")
     rows = jax.device_put(batches()[0], batch_sharding(mesh))
 
     @jax.jit
@@ -129,10 +130,11 @@ def test_gradients_alone_are_cut_like_their_parameters():
         return accumulate(GRAPH, parameters, prepared, totals, loss)[0]
 
     with jax.set_mesh(mesh):
-        found = gradients(parameters, rows)
-    for gradient, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(layout), strict=True):
+        found = gradients(state.parameters, rows)
+    leaves = map(jax.tree.leaves, (found, state.parameters))
+    for gradient, parameter in zip(*leaves, strict=True):
         if gradient.ndim > 1:
-            assert gradient.sharding.is_equivalent_to(wanted, gradient.ndim)
+            assert gradient.sharding.is_equivalent_to(parameter.sharding, gradient.ndim)
 
 
 def test_sizes_that_the_mesh_does_not_divide_are_refused_by_name():

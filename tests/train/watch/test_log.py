@@ -223,13 +223,7 @@ def test_an_interval_goes_on_from_its_state_bit_for_bit_and_with_other_sources()
 
 
 def metrics(loss, skipped=0):
-    return {
-        "loss": np.float32(loss),
-        "ar_loss": np.float32(loss),
-        "gradient_norm": np.float32(loss),
-        "skipped": np.int32(skipped),
-        "denominators": {"ar": np.float32(2.0)},
-    }
+    return step(loss, 2, loss, 2, skipped=np.int32(skipped))
 
 
 def pending(folder, done=0):
@@ -238,8 +232,8 @@ def pending(folder, done=0):
 
 def test_all_skipped_steps_are_named_before_the_run_is_stopped(tmp_path):
     found = pending(tmp_path)
-    for step, skipped in enumerate([0, 1, 2, 3], 1):
-        found.add(step, metrics(float("nan") if skipped else 1.0, skipped))
+    for number, skipped in enumerate([0, 1, 2, 3], 1):
+        found.add(number, metrics(float("nan") if skipped else 1.0, skipped))
     with pytest.raises(TooManySkipped, match=r"step 3: 2 steps in a row.*continues after them"):
         found.record()
     lines = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
