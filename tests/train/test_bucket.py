@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-import train.checkpoint
 from tests.emulated_bucket import clients
 from tests.examples.checkpoints import assert_same_bits, hf_values
 from tests.examples.tiny_run import (
@@ -155,8 +154,8 @@ AT_ONCE = {"train.checkpoint.PAUSES_S": (0, 0, 0), "wedlm_jax.host.storage.PAUSE
 
 @pytest.fixture
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(train.checkpoint, "PAUSES_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr("wedlm_jax.host.storage.PAUSES_S", (0.0,))
+    for name, pauses in AT_ONCE.items():
+        monkeypatch.setattr(name, pauses)
 
 
 def loop(path):
