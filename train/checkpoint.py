@@ -152,7 +152,7 @@ class Checkpoints:
         step = int(state.step)
         if step in self.steps():
             return
-        time.sleep(PAUSES_S[self._failed])
+        time.sleep(PAUSES_S[min(self._failed, len(PAUSES_S) - 1)])
         arrays = _as_dict(state)
         arrays |= {CHECKSUMS: checksums(arrays)}
         self._meetings.begin(step)

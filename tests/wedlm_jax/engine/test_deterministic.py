@@ -49,6 +49,11 @@ def test_verified_equals_autoregressive_alone_and_together(engine):
     assert run(engine, reseeded) != expected[1::2]
 
 
+def test_one_size_serves_every_forward(engine):
+    sizes = engine.device.settings.program(engine._traits()).sizes
+    assert (len(sizes.tokens), len(sizes.head)) == (1, 1)
+
+
 WIDER = dataclasses.replace(
     TINY, vocab_size=512, mask_token_id=511, hidden_size=64, intermediate_size=160, head_dim=16
 )
