@@ -13,7 +13,6 @@ import itertools
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,11 +129,10 @@ def evaluate_all(
                 seconds_left=spent * (total / answered - 1) if answered else math.inf,
             )
             llm = decoder.llm
-            compiled, started = llm.engine.compile_seconds, time.perf_counter()
+            clock = llm.engine.clock()
             prompts = _prompts(llm, questions)
             completions = llm.generate(prompts, [_with_room(decoder, one) for one in prompts])
-            compiling = llm.engine.compile_seconds - compiled
-            seconds = time.perf_counter() - started - compiling
+            seconds = clock.seconds
             answered, spent = answered + len(questions), spent + seconds
             return completions, seconds
 

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import sys
 import textwrap
-import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -314,7 +313,7 @@ def complete_prompt(
     done; then, on standard error, log-probabilities if requested, and the figures. Writes a trace
     to the file ``trace``, if given."""
     prompt = llm.chat_prompt([{"role": "user", "content": text}]) if chat else text
-    compiled, started = llm.engine.compile_seconds, time.monotonic()
+    clock = llm.engine.clock()
     if params.n > 1:
         (completion,) = llm.generate([prompt], params)
         for number, sample in enumerate(completion.samples, 1):
@@ -328,8 +327,7 @@ def complete_prompt(
         traced = SequenceTrace(llm.codec, params, length, llm.engine.window_size, **known)
         completion = _stream(llm, prompt, params, traced)
         write_trace(Path(trace), [traced.whole(completion.finish_reason)])
-    compiling = llm.engine.compile_seconds - compiled
-    seconds = time.monotonic() - started - compiling
+    seconds, compiling = clock.seconds, clock.compiling
     samples = completion.samples
     for number, sample in enumerate(samples, 1):
         if sample.logprobs is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import train
 import wedlm_jax
-from train.data.shards import read_manifest
+from train.data.sources import manifest_of
 from train.recipe.config import TrainConfig, field_values
 from train.recipe.phases import source_names
 from wedlm_jax.checkpoint import RUN_STATES
@@ -99,7 +99,7 @@ def described(config: TrainConfig) -> dict[str, str]:
             questions = folder_of_this_machine(config.evaluation.questions, "evaluation.questions")
             found["what evaluation.questions holds"] = _content(questions)
     for name, field in places:
-        manifest = read_manifest(folder_of_this_machine(name, field))
+        manifest = manifest_of(name, field)
         found[f"what {name} holds"] = f"{manifest.rows:,} rows ({manifest.content[:16]})"
     if config.data.tokenizer is not None:
         path = as_path(config.data.tokenizer) / "tokenizer.json"

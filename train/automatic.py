@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from train.data.shards import read_manifest
+from train.data.sources import manifest_of
 from train.program import TrainProgram, abstract_rows, make_program
 from train.recipe.config import AUTO, TrainConfig
 from train.recipe.phases import largest_phase, phases_of, source_names
@@ -36,7 +36,6 @@ from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, sum_over_all
 from wedlm_jax.host.progress import saying_once
-from wedlm_jax.host.storage import folder_of_this_machine
 from wedlm_jax.model.layers import POLICIES
 from wedlm_jax.packing import prediction_blocks, trainable_blocks
 
@@ -314,7 +313,7 @@ def needed_by_sources(config: TrainConfig) -> int | None:
     """
     most = 0
     for name in config.data.sources:
-        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        manifest = manifest_of(name)
         if manifest.most_trainable_blocks is None:
             if manifest.trainable_tokens < manifest.tokens:
                 say(

@@ -29,7 +29,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from train.checkpoint import OtherState, check_readable
-from train.data.shards import read_manifest
+from train.data.sources import manifest_of
 from train.optimizer import schedule_of
 from train.program import TrainProgram
 from train.recipe.config import TrainConfig, field_values, save_config
@@ -42,7 +42,7 @@ from wedlm_jax.checkpoint.orbax import whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.processes import is_first, say, text_of_first
-from wedlm_jax.host.storage import absolute, as_path, folder_of_this_machine
+from wedlm_jax.host.storage import absolute, as_path
 
 ORIGIN = "origin.json"
 """A file with the run and step from which a run was branched, and the origin of that run."""
@@ -277,7 +277,7 @@ def row_order(config: TrainConfig) -> RowOrder:
 def _of_phase(config: TrainConfig) -> dict[str, Any]:
     sources: list[dict[str, Any]] = []
     for name, weight in config.data.sources.items():
-        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        manifest = manifest_of(name)
         sources.append({"name": name, "content": manifest.content[:16], "weight": weight})
     return {
         "batch_rows": config.rows * config.accumulation,

@@ -13,8 +13,8 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 from train.checkpoint import Checkpoints, read_state
-from train.data.shards import mask_token_in, read_manifest
-from train.data.sources import open_folder
+from train.data.shards import mask_token_in
+from train.data.sources import manifest_of, open_folder
 from train.data.tokenizer import load_tokenizer
 from train.mask_token import choose_mask_token, describe_mask_token, named_mask_token
 from train.program import TrainProgram, lora_of
@@ -126,7 +126,7 @@ def with_turn_ends(config: TrainConfig, model: ModelConfig) -> ModelConfig:
     names = [name for phase in phases_of(config) for name in phase.config.data.sources]
     ends: list[int] = []
     for name in dict.fromkeys(names):
-        end = read_manifest(folder_of_this_machine(name, "data.sources")).turn_end
+        end = manifest_of(name).turn_end
         if end is not None and end not in (*model.eos_token_ids, *ends):
             ends.append(end)
     if not ends:
@@ -165,7 +165,7 @@ def mask_token(
         raise
     say(f"mask token {describe_mask_token(tokenizer, chosen)}")
     for name in config.data.sources:
-        manifest = read_manifest(folder_of_this_machine(name, "data.sources"))
+        manifest = manifest_of(name)
         if line := mask_token_in(manifest, name, chosen):
             say(line)
     return chosen

@@ -205,15 +205,14 @@ def _decode(subject: Subject, engine: Engine, work: Work) -> _Pass:
     """Decodes all prompts without cached prefixes. Compiling is not counted."""
     engine.scheduler.forget_prefixes()
     counted = engine.device.counters.copy()
-    compiled, started = engine.compile_seconds, time.perf_counter()
+    clock = engine.clock()
     done = completions_of(subject, engine, work)
-    seconds = time.perf_counter() - started
+    seconds, compiling = clock.seconds, clock.compiling
     run, instances, _ = (engine.device.counters - counted).tolist()
-    compiling = engine.compile_seconds - compiled
     tokens = sum(len(one.token_ids) for one in done)
     forwards = sum(one.num_forwards for one in done)
     drafts = total_drafts(done)
-    return _Pass(tokens, forwards, seconds - compiling, compiling, drafts, (run, instances))
+    return _Pass(tokens, forwards, seconds, compiling, drafts, (run, instances))
 
 
 def _rival_runs(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -114,8 +113,7 @@ def converse(read: Callable[[], str], conversation: Conversation, llm: LLM) -> N
 
 def _answer(answer: Callable[..., Iterator[Chunk]], conversation: Conversation, llm: LLM) -> None:
     """Prints an answer as it comes, then its figures."""
-    engine, completion = llm.engine, None
-    compiled, started = engine.compile_seconds, time.monotonic()
+    clock, completion = llm.engine.clock(), None
     written = ""
 
     def end_line() -> None:
@@ -123,7 +121,7 @@ def _answer(answer: Callable[..., Iterator[Chunk]], conversation: Conversation, 
         if written and not written.endswith("\n") and sys.stdout.isatty():
             print(flush=True)
 
-    if isinstance(notice := engine.device.programs.while_busy, BusyNotice):
+    if isinstance(notice := llm.engine.device.programs.while_busy, BusyNotice):
         notice.before = end_line
     # An exception in the middle of a forward would leave the engine unusable.
     with StopRequest(signal.SIGINT) as interrupt:
@@ -131,7 +129,7 @@ def _answer(answer: Callable[..., Iterator[Chunk]], conversation: Conversation, 
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
             written, completion = chunk.text or written, chunk.completion
-    seconds = time.monotonic() - started - (engine.compile_seconds - compiled)
+    seconds = clock.seconds
     print(flush=True)
     written = ""
     if completion is not None:

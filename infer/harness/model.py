@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -240,12 +239,7 @@ class HarnessModel(TemplateLM):
         """Returns a completion of each context, without the text that stopped it."""
         prepared = self._prepared(requests)
         texts = [""] * len(requests)
-        compiled, started = self.llm.engine.compile_seconds, time.perf_counter()
-
-        def seconds() -> float:
-            """Returns the seconds of decoding so far, without compiling."""
-            return time.perf_counter() - started - (self.llm.engine.compile_seconds - compiled)
-
+        clock = self.llm.engine.clock()
         with ProgressBar("answers", total=len(requests)) as bar:
             answered = 0
             for done in self.llm.run(prepared):
@@ -256,9 +250,9 @@ class HarnessModel(TemplateLM):
                     self._totals["forwards"] += completion.num_forwards
                     self._totals["instances"] += completion.num_token_instances
                 answered += len(done)
-                left = seconds() * (len(requests) / answered - 1) if answered else None
+                left = clock.seconds * (len(requests) / answered - 1) if answered else None
                 bar.update(answered, seconds_left=left)
-        self._seconds += seconds()
+        self._seconds += clock.seconds
         return texts
 
     def _prepared(self, requests: Iterable[Instance]) -> list[Prepared]:

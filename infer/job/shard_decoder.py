@@ -325,12 +325,11 @@ def decode_share(
             "programs are compiled when they are first needed",
             markup=False,
         )
-    compiled, started = engine.compile_seconds, time.monotonic()
+    clock = engine.clock()
     bar = ProgressBar("records", done=finished, console=console)
 
     def measure() -> None:
-        progress.compile_seconds = engine.compile_seconds - compiled
-        progress.seconds = time.monotonic() - started - progress.compile_seconds
+        progress.seconds, progress.compile_seconds = clock.seconds, clock.compiling
 
     def tell(now: Progress) -> None:
         progress.tokens, progress.forwards = now.tokens, now.forwards

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from train.data.batches import streams_of
-from train.data.shards import ShardRows, read_manifest, tokenizer_fingerprint
+from train.data.shards import Manifest, ShardRows, read_manifest, tokenizer_fingerprint
 from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase, phases_of
 from train.recipe.skipped_batches import SkippedBatches
@@ -44,6 +44,15 @@ def open_sources(
     for line in dict.fromkeys(told):  # phases may share folders
         say(line)
     return opened
+
+
+def manifest_of(name: str, field: str = "data.sources") -> Manifest:
+    """Returns the manifest of a folder that a recipe's ``field`` names.
+
+    Raises:
+      InputError: the folder is in a bucket, or has no manifest.
+    """
+    return read_manifest(folder_of_this_machine(name, field))
 
 
 def open_folder(

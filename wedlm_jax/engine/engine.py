@@ -6,6 +6,7 @@ It knows token ids only; `wedlm_jax.llm` adds text.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,25 @@ from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import check_fits
+
+
+class DecodeClock:
+    """Measures time from its creation on; compiling is counted apart."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._compiled, self._started = engine.compile_seconds, time.perf_counter()
+
+    @property
+    def compiling(self) -> float:
+        """Seconds spent compiling."""
+        return self._engine.compile_seconds - self._compiled
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent on everything else."""
+        return time.perf_counter() - self._started - self.compiling
+
 
 AUTO_WINDOW = {"cpu": 16, "gpu": 32, "tpu": 32}
 """The widest window that "auto" chooses, by platform. Room for a wider one slows every forward a
@@ -327,6 +347,10 @@ class Engine:
     @property
     def num_parameters(self) -> int:
         return sum(int(x.size) for x in jax.tree.leaves(self.device.parameters))
+
+    def clock(self) -> DecodeClock:
+        """Returns a clock that starts now and counts compiling apart."""
+        return DecodeClock(self)
 
     @property
     def compile_seconds(self) -> float:
