@@ -11,7 +11,8 @@ from flax import nnx
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.examples.decode import BATCH, TINY, Case, run, small_engine
+from tests.examples.decode import BATCH, TINY, Case, on_mesh, run, small_engine
+from tests.examples.training import DIVIDED
 from tests.examples.windows import SLOTS, VOCAB, options_of, sequences, state_of
 from tests.reference import sampling as reference
 from wedlm_jax.decode import chain
@@ -21,6 +22,7 @@ from wedlm_jax.decode.state import Backup
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import make_mesh
 
 COUNT, MOST = 3, 3
 """Sequences, and the most backup masks of one."""
@@ -130,26 +132,46 @@ def test_candidates_are_the_best_of_groups():
 # --- A text in which each token depends on the token before it alone -------------------------
 
 
-@pytest.fixture(scope="module")
-def engine():
+def model_of_pairs(config):
     """Its layers do nothing, and its previous-token head does what its rows of text do: silu(x) -
     silu(-x) = x, so the head adds the token's embedding, scaled as the final norm scales it. A mask
     on its own predicts every token alike."""
-    model = Transformer(TINY, rngs=nnx.Rngs(3))
-    lora = LoraConfig(rank=2, alpha=2.0, rows="masked", previous_rank=2 * TINY.hidden_size)
+    model = Transformer(config, rngs=nnx.Rngs(3))
+    lora = LoraConfig(rank=2, alpha=2.0, rows="masked", previous_rank=2 * config.hidden_size)
     model = with_adapters(model, lora, nnx.Rngs(0))
     for linear in (model.layers.self_attn.o_proj, model.layers.mlp.down_proj):
         linear.weight[...] = jnp.zeros_like(linear.weight[...])
-    head, one = model.previous_token, jnp.eye(TINY.hidden_size)
-    model.mask_embedding[...] = jnp.zeros(TINY.hidden_size)
+    head, one = model.previous_token, jnp.eye(config.hidden_size)
+    model.mask_embedding[...] = jnp.zeros(config.hidden_size)
     head.state[...] = jnp.zeros_like(head.state[...])
     head.token[...], head.out[...] = jnp.concatenate([one, -one]), jnp.hstack([one, -one])
-    return small_engine(model, [SamplingParams(temperature=1.0, top_k=3)])
+    return model
+
+
+def answers(engine, **options):
+    params = SamplingParams(max_tokens=17, draft_budget=1000.0, ignore_eos=True, **options)
+    return run(engine, [Case((3, n), params, 4) for n in range(5, 5 + BATCH)])
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return small_engine(model_of_pairs(TINY), [SamplingParams(temperature=1.0, top_k=3)])
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_k": 3, "seed": 5}], ids=str)
 def test_where_the_token_before_is_all_that_counts_every_draft_is_right(engine, options):
-    params = SamplingParams(max_tokens=17, draft_budget=1000.0, ignore_eos=True, **options)
-    results = run(engine, [Case((3, n), params, 4) for n in range(5, 5 + BATCH)])
+    results = answers(engine, **options)
     # The first forward has no drafts yet; the others commit three, and the token after them.
     assert [one.num_forwards for one in results] == [1 + 16 // 4] * BATCH
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_drafts_are_the_same_with_the_vocabulary_divided(sizes):
+    config = dataclasses.replace(TINY, **DIVIDED)
+    model, mesh = model_of_pairs(config), make_mesh(sizes, jax.devices()[: 2 ** len(sizes)])
+    expected = answers(small_engine(model))
+    each = BATCH // sizes["data"]
+    assert answers(small_engine(on_mesh(model, mesh), mesh=mesh, max_batch_size=each)) == expected
+    # Of a vocabulary larger than the candidates, only some drafts are right.
+    assert min(one.num_forwards for one in expected) < 17
