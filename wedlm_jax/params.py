@@ -41,7 +41,7 @@ DRAFTS = ("auto", "both", "lookup", "masks", "none")
 
 # What several fields have in common: a number on the device, where every program or those with a
 # trait have it.
-_Nats = partial(Option, low=0, high=1e6, array="float32")
+_NonNegative = partial(Option, low=0, high=1e6, array="float32")
 _Share = partial(Option, low=0, high=1, array="float32", trait="truncated")
 _Penalty = partial(Option, low=-2, high=2, array="float32", trait="penalties")
 
@@ -59,7 +59,7 @@ class SamplingParams:
 
     temperature: Annotated[
         float,
-        _Nats(
+        _NonNegative(
             "0 takes the most likely token; otherwise the logits are divided by it", trait="sampled"
         ),
     ] = 0.0
@@ -108,7 +108,7 @@ class SamplingParams:
     ] = False
     entropy_threshold: Annotated[
         float | None,
-        _Nats(
+        _NonNegative(
             "τ of mode paper, in nats: a mask is filled if its entropy plus penalty is below it",
             none="one mask is filled per forward",
             trait="paper",
@@ -116,7 +116,7 @@ class SamplingParams:
     ] = 0.4
     position_penalty: Annotated[
         float,
-        _Nats(
+        _NonNegative(
             "λ of mode paper, in nats: a mask's penalty per slot of distance from the first",
             trait="paper",
         ),
@@ -226,7 +226,7 @@ class SamplingParams:
     ] = "auto"
     draft_budget: Annotated[
         float | None,
-        _Nats(
+        _NonNegative(
             "in mode verified, the maximum total entropy of a window's drafts, in nats; a larger "
             "budget drafts more and rejects more, and the tokens are the same",
             none="2, or 4 where there are backup masks",
