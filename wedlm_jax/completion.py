@@ -37,6 +37,11 @@ class Drafts(NamedTuple):
         parts = (code & 0xFFF, code >> 12 & 0xFFF, code >> 24 & 0xF, code >> 28 & 0xF)
         return Drafts(*(int(part.sum()) for part in parts))
 
+    def accepting(self, most: int) -> int:
+        """Returns the code of a forward's drafts of which no more than ``most`` were accepted."""
+        accepted = min(self.masks_accepted, most), min(self.lookup_accepted, most)
+        return self.masks | accepted[0] << 12 | self.lookup << 24 | accepted[1] << 28
+
     def plus(self, other: Drafts) -> Drafts:
         """Returns the sum of both counts."""
         return Drafts(*(one + more for one, more in zip(self, other, strict=True)))
@@ -121,6 +126,10 @@ class Completion:
     def cut(self, length: int) -> Completion:
         """Returns the completion as if it had stopped after its first ``length`` (at least 1)
         tokens; its text is unchanged."""
+        # Drafts that the last of these forwards accepted, and that are cut off, do not count.
+        first, drafts = self.forwards_at.index(self.forwards_at[length - 1]), list(self.drafts_at)
+        if drafts:
+            drafts[first] = Drafts.read(drafts[first : first + 1]).accepting(length - first - 1)
         return dataclasses.replace(
             self,
             token_ids=self.token_ids[:length],
@@ -129,7 +138,7 @@ class Completion:
             num_token_instances=self.instances_at[length - 1],
             forwards_at=self.forwards_at[:length],
             instances_at=self.instances_at[:length],
-            drafts_at=self.drafts_at[:length],
+            drafts_at=drafts[:length],
             logprobs=None if self.logprobs is None else self.logprobs[:length],
         )
 
