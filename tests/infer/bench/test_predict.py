@@ -9,7 +9,7 @@ import pytest
 
 from infer.bench import predict
 from infer.bench.predict import Prediction, predicted_table
-from tests.infer.test_compile_only import SMALL
+from tests.infer.test_compile_only import MODEL, config_of
 from wedlm_jax.__main__ import main
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +51,7 @@ def test_windows_pay_from_the_cost_of_their_forward_on():
 def test_a_small_model_is_predicted_for_a_real_topology(tmp_path):
     """In a process of its own: the compiler's library wants one to itself. A replica has at least
     one sequence."""
-    (tmp_path / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config_of(MODEL)), encoding="utf-8")
     output = tmp_path / "predicted.json"
     command = f"-m wedlm_jax bench --predict v5e:2x4 --model {tmp_path} --batch-size 1 2"
     command += " --backup-masks 8"
