@@ -33,14 +33,13 @@ backup masks add a tenth to the tokens that a forward computes, and nothing to t
 def next_backup(
     fills: Array, entropies: Array, run: Array, window: Array, most: int, eligible: Array
 ) -> Backup:
-    """Plans the backup masks of the next forward.
+    """Plans the backup masks of the next forward, at most ``most`` per sequence.
 
     Args:
       fills: bool ``[N, P]``, slots of the last window that were filled with drafts.
       entropies: float32 ``[N, P]``, the entropies of these drafts in nats.
       run: int32 ``[N]``, how many slots left the front of the window.
       window: int32 ``[N]``, W.
-      most: maximum number of backup masks.
       eligible: bool ``[N]``, which sequences may have backup masks.
     """
     # exp(-H) estimates the chance that a draft is right (`wedlm_jax.decode.verified.draft_rule`).
@@ -69,11 +68,8 @@ def backup_rows(state: DecodeState, most: int) -> Array:
 
 def by_slot(state: DecodeState, values: Array, used: Array) -> Array:
     """Returns predictions by slot, ``[N, P+1, ..]``: the window's, replaced by those of the backup
-    masks after the first where these are ``used [N]``.
-
-    Args:
-      values: ``[N, P+1+M, ..]``, those of the window's slots and then of the backup masks.
-    """
+    masks after the first where these are ``used [N]``. The ``values [N, P+1+M, ..]`` are
+    those of the window's slots and then of the backup masks."""
     slots = state.tokens.shape[1]
     slot = jnp.arange(slots + 1)
     number = slot - state.backup.start[:, None]

@@ -33,12 +33,8 @@ vocabulary sizes of the published models are multiples of it."""
 
 
 class Candidates(NamedTuple):
-    """The likeliest tokens of each row, ``[..., C]``.
-
-    Attributes:
-      tokens: int32.
-      logprobs: float32, their log-probabilities; −inf for tokens that may not be chosen.
-    """
+    """The likeliest tokens of each row, int32 ``[..., C]``, and their log-probabilities, float32;
+    −inf for tokens that may not be chosen."""
 
     tokens: Array
     logprobs: Array
@@ -78,7 +74,6 @@ def chained_drafts(
     """Chooses the drafts of masks again, from left to right, each with the token before it known.
 
     Args:
-      model: a model with a previous-token head.
       hidden: ``[T, D]``, the forward's final hidden states.
       tokens, entropies: ``[N, P+1+M]``, the independent predictions for each slot, and of each
         backup mask.

@@ -111,12 +111,9 @@ def run_layers(
 ) -> tuple[Array, Pages]:
     """Runs the layers over the plan's tokens.
 
-    Args:
-      hidden: the array from `no_hidden_states` or from the previous forward; overwritten.
-
-    Returns:
-      the final hidden states ``[T, D]``, meaningless after the plan's tokens, and the pages with
-      these tokens' keys and values.
+    Returns the final hidden states ``[T, D]``, meaningless after the plan's tokens, and the pages
+    with these tokens' keys and values. Overwrites ``hidden``, which comes from `no_hidden_states`
+    or from the previous forward.
     """
     config = model.config
     sizes = program.sizes.tokens

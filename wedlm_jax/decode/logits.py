@@ -46,11 +46,8 @@ def token_logits(model: Transformer, hidden: Array, vocabulary: Vocabulary) -> A
 def adjusted_logits(
     logits: Array, state: DecodeState, options: Options, rows: HeadRows, use: TokenUse | None
 ) -> Array:
-    """Applies the options of the rows' sequences to ``logits [R, V]``.
-
-    Args:
-      use: the counts that penalties need; None where no sequence has a penalty.
-    """
+    """Applies the options of the rows' sequences to ``logits [R, V]``. ``use`` is None where no
+    sequence has a penalty."""
     if options.bias_ids is not None:
         assert options.bias is not None
         logits = logits.at[logit_places(logits, options.bias_ids[rows.sequence])].add(

@@ -99,12 +99,8 @@ def find(text: Array, length: Array, most: int) -> Found:
 
     Chooses the earlier place with the longest match to the end of the text, counting up to
     `LONGEST` tokens; among equals, the latest. If fewer than L tokens follow that place, they are
-    repeated, which continues a loop.
-
-    Args:
-      text: int32 ``[N, S]``.
-      length: int32 ``[N]``.
-      most: L.
+    repeated, which continues a loop. ``text`` is int32 ``[N, S]``, ``length`` int32 ``[N]``, and
+    ``most`` is L.
     """
     place = jnp.arange(text.shape[1], dtype=jnp.int32)
     end = length[:, None] - 1
@@ -138,11 +134,8 @@ def length_class(match: Array, most: int) -> Array:
 
 
 def learn(lookup: Lookup, tokens: Array, committed: Array) -> Lookup:
-    """Updates the counts with the committed tokens, whether they were drafted or not.
-
-    Args:
-      tokens: int32 ``[N, C]``, of which the first ``committed [N]`` are new text.
-    """
+    """Updates the counts with the committed tokens, drafted or not: the first ``committed [N]`` of
+    ``tokens``, int32 ``[N, C]``."""
     most = min(lookup.tokens.shape[1], tokens.shape[1])
     agree = tokens[:, :most] == lookup.tokens[:, :most]
     right = jnp.cumprod(agree, axis=1)
@@ -205,10 +198,7 @@ def worth(output: Array, forwards: Array, others_wait: Array) -> Array:
     waits, a batch ends with its slowest sequence, and a sequence that is ahead gains nothing by
     getting further ahead. If sequence i commits Eᵢ tokens per forward, one token for each sequence
     takes Σ 1 / Eᵢ forwards; each further token per forward of sequence i lowers this by 1 / Eᵢ².
-
-    Args:
-      output, forwards: int32 ``[N]``, tokens and forwards so far.
-      others_wait: bool.
+    ``output`` and ``forwards`` are the tokens and forwards so far, int32 ``[N]``.
     """
     rate = (output + PRIOR_WEIGHT) / (forwards + PRIOR_WEIGHT)
     return jnp.where(others_wait, 1.0, 1 / rate**2)
@@ -234,7 +224,6 @@ def paying_drafts(
       tokens: int32, tokens of the forward without drafts.
       committed: float32 ``[N]``, tokens that this forward commits on average; 0 where there is no
         sequence.
-      costs: costs of forwards.
       value: float32 ``[N]``, from `worth`: the weight of each sequence's tokens.
       least: minimum ratio of the weighted tokens per second to those without drafts.
     """
@@ -250,12 +239,8 @@ def paying_drafts(
 
 
 class ForwardCosts(NamedTuple):
-    """The costs of forwards.
-
-    Attributes:
-      sizes: the static sizes of a forward, ascending.
-      of_size: float32 ``[S]``, the seconds of each size, or numbers proportional to them.
-    """
+    """The static sizes of a forward, ascending, and the seconds of each, float32 ``[S]``, or
+    numbers proportional to them."""
 
     sizes: tuple[int, ...]
     of_size: Array

@@ -135,10 +135,7 @@ def run_layers_ahead(
 ) -> tuple[Array, Pages]:
     """Runs the layers of the next forward, which do not depend on the tokens that grammars allow:
     the host computes these at the same time. `run_burst` does the rest of the forward.
-
-    Returns:
-      the final hidden states ``[T, D]``, and the pages.
-    """
+    Returns the final hidden states ``[T, D]``, and the pages."""
     state, page_size = begin(state, options, changed), pages.shape[1]
     hidden = no_hidden_states(model, program)
 
@@ -197,9 +194,6 @@ def decide(
 
     A program with both policies computes both for every sequence, which then takes the result of
     its own policy: a compiled loop cannot branch per sequence.
-
-    Args:
-      predictions: the head's predictions for the window slots.
     """
     traits, slots = program.traits, state.tokens.shape[1]
     anchored = options.anchored
@@ -272,12 +266,8 @@ def advance(
 def with_copies(
     state: DecodeState, decision: Decision, options: Options, allowance: Allowance, program: Program
 ) -> DecodeState:
-    """Copies drafts from the text into windows for which no mask made any.
-
-    Args:
-      state: the state after the forward.
-      decision: the forward's decision.
-    """
+    """Copies drafts from the text into windows for which no mask made any; ``state`` is the one
+    after the forward that made the ``decision``."""
     known, most = state.lookup, program.traits.lookup
     assert known is not None
     assert options.lookup is not None
@@ -320,7 +310,6 @@ def with_copies(
 
 
 def _nothing_recorded(state: DecodeState) -> LastForward:
-    """Returns the record before the first forward."""
     slots, nobody = jnp.zeros_like(state.tokens), jnp.zeros_like(state.running)
     entropies = jnp.zeros((slots.shape[0], slots.shape[1] + 1), jnp.float32)
     count = jnp.zeros_like(state.active)

@@ -95,13 +95,9 @@ class Traits:
 
     @staticmethod
     def everything(window: int, lookup: int = 0, *, grammar: bool) -> Traits:
-        """Returns the traits of a program for all requests: every mode, option and trace.
-
-        Args:
-          window: the widest window; 0 for a model without masks.
-          lookup: maximum drafts copied from a text.
-          grammar: whether requests may have a grammar.
-        """
+        """Returns the traits of a program for all requests: every mode, option and trace, and
+        grammars if ``grammar``; windows of at most ``window``, 0 for a model without masks, and at
+        most ``lookup`` drafts copied from a text."""
         every: dict[str, Any] = {field.name: True for field in dataclasses.fields(Traits)}
         every |= {"window": window, "lookup": lookup, "grammar": grammar}
         return Traits(**{**every, "paper": window > 0, "verified": window + lookup > 0})
@@ -156,15 +152,13 @@ class Traits:
 class Options:
     """The `SamplingParams` of N sequences, and their windows, as arrays ``[N]``.
 
+    All but the first three are None in a program without their trait. Those named like a field of
+    `SamplingParams` hold that field.
+
     Attributes:
       window: int32, W; 0 for a sequence that decodes autoregressively.
       stop_ids: int32 ``[N, M]``, padded with `NO_TOKEN`.
       max_tokens: int32.
-
-    The others are None in a program without their trait. Those named like a field of
-    `SamplingParams` hold that field.
-
-    Attributes:
       entropy_threshold, position_penalty: with trait "paper". A threshold of None is −inf.
       verified: bool, with trait "verified".
       lookup, unpriced: int32 and bool, with trait "lookup": the maximum number of drafts copied
@@ -207,12 +201,8 @@ class Options:
 
 
 class HostOptions:
-    """The host's copy of `Options`: NumPy arrays ``[N, ...]``.
-
-    Args:
-      sequences: N.
-      traits: the traits of all sequences together.
-    """
+    """The host's copy of `Options`: NumPy arrays ``[N, ...]``, for the traits of all sequences
+    together."""
 
     def __init__(self, sequences: int, traits: Traits):
         self.traits = traits
@@ -229,15 +219,10 @@ class HostOptions:
         stops: Sequence[int],
         lookup: int = 0,
     ) -> None:
-        """Sets the options of sequence ``index``.
+        """Sets the options of sequence ``index``; ``stops`` are all token ids that end it,
+        and ``lookup`` is the maximum drafts copied from its text. Mode "ar" ignores ``window``.
 
-        Args:
-          window: its window, if its mode has one.
-          lookup: maximum drafts copied from its text.
-          stops: all token ids that end it.
-
-        Raises:
-          ValueError: the traits do not cover these options.
+        Raises ValueError if the traits do not cover these options.
         """
         if not self.traits.holds(Traits.of(params, window, lookup)):
             raise ValueError(f"options not covered by the program's traits, {self.traits}")
@@ -321,8 +306,6 @@ def _as_number(name: str, value: float | None) -> float:
 
 
 def _idle_arrays(sequences: int, traits: Traits) -> dict[str, np.ndarray]:
-    """Returns the arrays of unused places."""
-
     def token_ids(*shape: int) -> np.ndarray:
         return np.full((sequences, *shape), NO_TOKEN, np.int32)
 
@@ -352,14 +335,8 @@ def _fill_up(place: np.ndarray, tokens: Sequence[int]) -> None:
 
 
 def check_options(params: SamplingParams, stops: Sequence[int], vocabulary: Vocabulary) -> None:
-    """Refuses options that do not fit the vocabulary, or exceed a limit.
-
-    Args:
-      stops: all token ids that end the sequence.
-
-    Raises:
-      InputError: an option does not fit; the message names it.
-    """
+    """Refuses options that do not fit the vocabulary, or exceed a limit, with an InputError that
+    names the option. ``stops`` are all token ids that end the sequence."""
     if any(isinstance(token, str) for word in params.bad_words for token in word):
         raise InputError("bad_words: the engine takes token ids, not texts")
     ids = [int(token) for word in params.bad_words for token in word]
@@ -423,12 +400,8 @@ class Vocabulary:
 
     @staticmethod
     def of(config: ModelConfig, known: Collection[int] | None = None) -> Vocabulary:
-        """Returns the vocabulary of a model.
-
-        Args:
-          known: the ids that its tokenizer knows; these and the end-of-text tokens may be chosen.
-            None, without a tokenizer, allows all ids but the mask token's.
-        """
+        """Returns the vocabulary of a model. The ids that its tokenizer knows and the end-of-text
+        tokens may be chosen; without a tokenizer (None), all ids but the mask token's."""
         size, mask = config.vocab_size, config.mask_token_id
         chosen = np.ones(size, bool)
         if known is not None:

@@ -42,11 +42,7 @@ def entropy(logits: Array) -> Array:
 
 
 def choose_tokens(logits: Array, state: DecodeState, options: Options, rows: HeadRows) -> Array:
-    """Returns the token chosen from each row, int32 ``[R]``.
-
-    Args:
-      logits: float32 ``[R, V]``.
-    """
+    """Returns the token chosen from each row of ``logits``, float32 ``[R, V]``; int32 ``[R]``."""
     if options.temperature is None:
         return largest(logits)
     return sample(*_sampling(logits, state, options, rows))
@@ -58,11 +54,8 @@ def choose_candidates(
     """Returns a token for each row, int32 ``[R]``, chosen from a few candidates.
 
     Each token keeps the random number that it has in `choose_tokens`. Top-k, top-p and min-p apply
-    as if there were no other tokens.
-
-    Args:
-      logits: float32 ``[R, C]``.
-      tokens: int32 ``[R, C]``, the tokens that they belong to.
+    as if there were no other tokens. ``logits``, float32 ``[R, C]``, belong to ``tokens``,
+    int32 ``[R, C]``.
     """
     if options.temperature is None:
         chosen = largest(logits)
@@ -216,11 +209,7 @@ def _largest(logits: Array, level: Array, among: Array) -> Array:
 
 def _first(low: Array, high: Array, holds: Callable[[Array], Array]) -> Array:
     """Finds by bisection the smallest integer in ``low [R]`` .. ``high [R]`` for which ``holds`` is
-    true; ``high`` if there is none.
-
-    Args:
-      holds: monotone: false up to some integer, true from there on.
-    """
+    true; ``high`` if there is none. ``holds`` is false up to some integer, true from there on."""
 
     def step(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds

@@ -307,7 +307,6 @@ def forward_sizes(
       whole: tokens that a CPU's matrix product computes together: 4, or 16 with matrices stored by
         column.
       lookup: maximum drafts copied from a text.
-      backup: maximum number of backup masks.
     """
     spans = sequences * (num_slots(window, lookup) + backup)
     total = spans + chunk_tokens

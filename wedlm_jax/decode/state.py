@@ -157,7 +157,6 @@ def idle_state(
     """Allocates the state of N sequences, none of which is running yet.
 
     Args:
-      sequences: N.
       window: W, the widest window of a sequence.
       text: S, maximum tokens of a prompt and its completion together.
       emitted: E, maximum tokens that a sequence commits between two fetches by the host.
@@ -257,7 +256,6 @@ class Entrants:
         num_forwards, num_token_instances.
       tokens: int32 ``[A, P]``, tokens of the window's slots.
       filled: bool ``[A, P]``.
-      logprobs: log-probabilities of the filled slots; None where no sequence asks for them.
     """
 
     index: Array

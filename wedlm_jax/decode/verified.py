@@ -93,11 +93,7 @@ def verify(state: DecodeState, budget: Array | None, tokens: Array, entropies: A
 
 def right_run(state: DecodeState, tokens: Array) -> Array:
     """Returns the length of each window's run, int32 ``[N]``: slot 0 and the drafts up to the first
-    wrong one.
-
-    Args:
-      tokens: int32 ``[N, P+1]`` or wider, what the row before each slot chose for it.
-    """
+    wrong one. ``tokens [N, P+1]``, int32, or wider, is what the row before each slot chose."""
     slot = jnp.arange(state.filled.shape[1])
     is_draft = is_filled(state) & (slot >= 1)
     # Slot 0 holds text, which needs no check.
