@@ -241,7 +241,9 @@ def test_a_key_is_wanted_where_one_is_set(offline):
             answer = httpx2.get(f"{server.url}/metrics", headers={"Authorization": given})
             assert answer.status_code == 401
             assert answer.headers["WWW-Authenticate"] == "Bearer"
-            assert answer.json()["error"]["type"] == "authentication_error"
+            error = answer.json()["error"]
+            assert error["type"] == "authentication_error"
+            assert "expected the server's API key" in error["message"]
 
 
 def test_pages_of_other_origins_are_let_in_only_where_named(server, offline):
