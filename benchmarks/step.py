@@ -267,7 +267,7 @@ def conversations(
 
 
 def check_agreement(steps: Mapping[str, Step]) -> None:
-    """Raises `StepsDiffer` if losses or gradients differ from those of the first step."""
+    """Compares losses and gradients with those of the first step; raises `StepsDiffer`."""
     names = list(steps)
     expected_loss, expected = steps[names[0]].run(), steps[names[0]].gradients()
     for name in names[1:]:

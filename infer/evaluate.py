@@ -78,7 +78,7 @@ SLOWER = 0.97
 """The speed relative to AR below which a message says that the default mode is slower."""
 
 SAMPLES = 300
-"""How many of the embedded model's questions are asked in each regime by default."""
+"""Default number of the embedded model's questions per regime."""
 
 PAPER_THRESHOLDS = (0.2, 0.4, 0.6, 0.9)
 

@@ -44,9 +44,9 @@ from wedlm_jax.checkpoint.orbax import (
 from wedlm_jax.errors import InputError, StorageFailure
 from wedlm_jax.host.processes import (
     SEEN_WITHIN_S,
+    answer_of_first,
     fail_together,
     is_first,
-    is_so_at_first,
     jax_processes,
     say,
     text_of_first,
@@ -281,7 +281,7 @@ class Checkpoints:
         while True:
             seen = texts_of_all(self._files(step))
             other = next((i for i, files in enumerate(seen) if files != seen[0]), None)
-            late = is_so_at_first(time.monotonic() > deadline)
+            late = answer_of_first(time.monotonic() > deadline)
             if other is None:
                 return
             if late:
@@ -325,7 +325,7 @@ class Checkpoints:
 
     def _any_set_aside(self) -> bool:
         """Returns whether process 0 sees a state that this or an earlier attempt set aside."""
-        return is_so_at_first(any(self._folder.glob(f"*{DAMAGED}*")))
+        return answer_of_first(any(self._folder.glob(f"*{DAMAGED}*")))
 
     def close(self) -> None:
         """Waits until everything is on disk.

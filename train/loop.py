@@ -48,7 +48,7 @@ from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.checkpoint.orbax import describe_run, is_described
 from wedlm_jax.errors import CompilingInterrupted, StorageFailure
-from wedlm_jax.host.processes import is_first, is_so_at_first, jax_processes, say
+from wedlm_jax.host.processes import answer_of_first, is_first, jax_processes, say
 from wedlm_jax.host.progress import saying_once
 from wedlm_jax.host.storage import as_path, is_remote
 from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
@@ -119,7 +119,7 @@ def train(config: TrainConfig, *, allow_changed: bool = False) -> Path:
         if origin is not None:
             write_origin(origin, output, files.folder)
         # Process 0 decides whether all processes write the description, which they do together.
-        if not is_so_at_first(bool(begun) and is_described(output, model)):
+        if not answer_of_first(bool(begun) and is_described(output, model)):
             describe_run(output, model, folder, program.lora)
         with jax.set_mesh(mesh):
             with time.spent("compile"):
@@ -378,7 +378,7 @@ class TrainingRun:
 
     def _is_evaluated(self, step: int) -> bool:
         """Returns whether process 0 has an evaluation of a step in the log."""
-        return is_so_at_first(is_first() and step in evaluated_steps(self._output))
+        return answer_of_first(is_first() and step in evaluated_steps(self._output))
 
     def _log_evaluation(self, log: NoLog, step: int, record: Record) -> None:
         log.evaluated(step, record)

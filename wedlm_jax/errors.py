@@ -270,7 +270,7 @@ def require_extra(what: str, extra: str, *packages: str) -> None:
 
 
 @contextlib.contextmanager
-def told_with(place: object) -> Iterator[None]:
+def errors_at(place: object) -> Iterator[None]:
     """Prefixes the message of an `InputError` with the file or field at fault."""
     try:
         yield

@@ -45,7 +45,8 @@ class TooDeep(InputError):
 
 
 def refuse_output_keys(extra: Iterable[str], where: str = "") -> None:
-    """Refuses extra keys of a record that the output uses itself; the message says ``where``."""
+    """Refuses extra keys of a record that the output uses itself. The message begins with the
+    record's place, ``where``."""
     prefix = where and f"{where}: "
     for name in extra:
         if name in OUTPUT_KEYS:

@@ -205,8 +205,8 @@ class EventStream(StreamingResponse):
 
 @contextlib.asynccontextmanager
 async def ending_with_client(answer: Answer, receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """Ends an answer at the end of the context, or as soon as the client has closed its connection;
-    yields a task that is done then."""
+    """A context that ends an answer when it is left, or earlier if the client disconnects. Yields a
+    task that is done once the client has gone."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

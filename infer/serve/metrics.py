@@ -26,7 +26,8 @@ RECENT = {
     "p_cache": ("Tokens over window slots that were run", "tokens", "instances"),
     "draft_acceptance": ("Drafts committed over drafts checked", "accepted", "drafts"),
 }
-"""Figures of the last minute: what each is, and the totals whose increases are divided."""
+"""Ratios over the last minute: the description of each, and the two totals whose increases give
+it."""
 
 
 class Metrics(Collector):

@@ -101,7 +101,8 @@ def batches(*, window=4):
 
 
 def random_cases(count, seed, *, window=4, **options):
-    """Prompts of many lengths, by turns greedy and sampled, with windows of at most ``window``."""
+    """Cases with prompts of many lengths and windows up to ``window``, alternately greedy and
+    sampled."""
     rng = np.random.default_rng(seed)
     usual = {"max_tokens": LONGEST_COMPLETION, "ignore_eos": True}
     return [

@@ -72,7 +72,7 @@ def test_drafts_from_the_text_count_as_masks_do():
 
 
 def config_of(model):
-    """The config.json of a model with these sizes."""
+    """The content of config.json for a model of these sizes."""
     fields = dataclasses.asdict(model)
     return {
         **{name: fields[name] for name in fields if name not in ("rope", "model_type")},

@@ -31,7 +31,7 @@ from wedlm_jax.checkpoint.hf import PART_TENSORS, Checkpoint, values_by_dtype
 from wedlm_jax.checkpoint.names import PARAMETER_TABLE
 from wedlm_jax.checkpoint.safetensors import DeferredArray, Rows, array_in_rows
 from wedlm_jax.config import config_from_hf, config_to_hf
-from wedlm_jax.errors import InputError, require_extra, shortened, told_with
+from wedlm_jax.errors import InputError, errors_at, require_extra, shortened
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Architecture names, the same in GGUF and here. Mistral's files also say "llama"."""
@@ -122,7 +122,7 @@ class GGUFCheckpoint(Checkpoint):
         self._stored = {_renamed(tensor.name, HF_NAMES): tensor for tensor in reader.tensors}
         self._llama3_factors = self._stored.pop(ROPE_FACTORS, None)
         raw = self._raw_config()
-        with told_with(path):
+        with errors_at(path):
             self.config = config_from_hf(raw)
         self.tensors = {name: self._tensor(name, tensor) for name, tensor in self._stored.items()}
         dtype = next(iter(values_by_dtype(self.tensors.values())))

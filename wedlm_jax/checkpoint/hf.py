@@ -17,7 +17,7 @@ from typing import Any
 from wedlm_jax.checkpoint import HF
 from wedlm_jax.checkpoint.safetensors import DeferredArray, SafetensorsFile, write_safetensors
 from wedlm_jax.config import ModelConfig, config_from_hf, read_config_json, read_object
-from wedlm_jax.errors import InputError, StorageFailure, shortened, told_with
+from wedlm_jax.errors import InputError, StorageFailure, errors_at, shortened
 from wedlm_jax.host.atomic import part_folder
 from wedlm_jax.host.processes import ALONE, Processes
 from wedlm_jax.host.storage import as_path, copy_file, is_remote
@@ -128,7 +128,7 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
         # Models of any family can have this type; the tensors show what the file leaves out.
         for part, tensor in PART_TENSORS.items():
             raw.setdefault(part, f"model.layers.0.{tensor}" in tensors)
-    with told_with(folder / "config.json"):
+    with errors_at(folder / "config.json"):
         try:
             config = config_from_hf(raw)
         except InputError:
@@ -137,7 +137,7 @@ def model_config(folder: Path, raw: dict[str, Any], tensors: Collection[str]) ->
             raise InputError(f"model config: a field is malformed ({error})") from None
     generation = read_generation_config(folder)
     ends = tuple(dict.fromkeys((*config.eos_token_ids, *generation.eos_token_ids)))
-    with told_with(generation.path):
+    with errors_at(generation.path):
         return dataclasses.replace(config, eos_token_ids=ends)
 
 
@@ -190,7 +190,7 @@ class GenerationConfig:
         Raises:
           InputError: a value is out of its field's range.
         """
-        with told_with(self.path):
+        with errors_at(self.path):
             return SamplingParams(**self.advised)
 
 

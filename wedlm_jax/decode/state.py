@@ -256,6 +256,7 @@ class Entrants:
         num_forwards, num_token_instances.
       tokens: int32 ``[A, P]``, tokens of the window's slots.
       filled: bool ``[A, P]``.
+      logprobs: log-probabilities of the filled slots; None where no sequence asks for them.
     """
 
     index: Array

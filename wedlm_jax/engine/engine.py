@@ -34,6 +34,11 @@ from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import check_fits
 
+AUTO_WINDOW = {"cpu": 16, "gpu": 32, "tpu": 32}
+"""The widest window that "auto" chooses, by platform. Room for a wider one slows every forward a
+little, and does not pay where forwards are limited by computation rather than by reading weights.
+"""
+
 
 class DecodeClock:
     """Measures time from its creation on; compiling is counted apart."""
@@ -51,12 +56,6 @@ class DecodeClock:
     def seconds(self) -> float:
         """Seconds spent on everything else."""
         return time.perf_counter() - self._started - self.compiling
-
-
-AUTO_WINDOW = {"cpu": 16, "gpu": 32, "tpu": 32}
-"""The widest window that "auto" chooses, by platform. Room for a wider one slows every forward a
-little, and does not pay where forwards are limited by computation rather than by reading weights.
-"""
 
 
 class Engine:
@@ -238,7 +237,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
+        """Whether any request is waiting or running, or its refusal has not been returned yet."""
         return self.scheduler.has_work
 
     @property

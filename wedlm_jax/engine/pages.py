@@ -23,6 +23,9 @@ class Pages:
     Args:
       num_pages: number of pages, at least 2, the trash page included.
       page_size: tokens per page.
+
+    Raises:
+      ValueError: a number is too small.
     """
 
     def __init__(self, num_pages: int, page_size: int):

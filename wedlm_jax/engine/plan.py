@@ -223,7 +223,8 @@ class PromptPace:
         elif self._plain is not None:  # otherwise it was planned before there was a long prompt
             beyond = seconds / self._plain - SHARE * forwards
             self._is_dear = beyond > 0
-            # Each forward without a chunk pays back SHARE - 1 of its own length.
+            # Each forward without a chunk pays back SHARE - 1 of its own length. Of what is saved
+            # while chunks are cheap, no more than one forward counts later.
             self._pause = max(self._pause + beyond / (SHARE - 1), -1.0)
 
 

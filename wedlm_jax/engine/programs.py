@@ -306,21 +306,15 @@ def burst(
 
 
 def layers(
-    graph: Graph,
-    program: Program,
-    parameters: nnx.State,
-    state: DecodeState,
-    pages: Pages,
-    options: Options,
-    allowance: Allowance,
-    changed: Array,
+    graph: Graph, program: Program, parameters: nnx.State, *arguments: Any
 ) -> tuple[Array, Pages]:
-    """Runs the layers of the next forward; see `wedlm_jax.decode.loop.run_layers_ahead`."""
+    """Runs the layers of the next forward, with the arguments of `burst`; see
+    `wedlm_jax.decode.loop.run_layers_ahead`."""
 
     def on_replica(parameters: nnx.State, *arguments: Any) -> tuple[Array, Pages]:
         return run_layers_ahead(nnx.merge(graph, parameters), program, *arguments)
 
-    hidden, pages = on_replicas(on_replica)(parameters, state, pages, options, allowance, changed)
+    hidden, pages = on_replicas(on_replica)(parameters, *arguments)
     return constrain(hidden, "sequences"), pages
 
 

@@ -124,7 +124,7 @@ class Scheduler:
         """Refuses a request that could not be decoded even if it were alone.
 
         Raises:
-          InputError: it has no tokens, or it exceeds the model's length or the cache.
+          InputError: it has no tokens or no seed, or it exceeds the model's length or the cache.
         """
         length, most = len(request.prompt), request.params.max_tokens
         if request.params.seed is None:
@@ -529,7 +529,8 @@ class Scheduler:
         """Checks all bookkeeping of pages against the pages actually held; slow, for tests.
 
         Raises:
-          PageError: the bookkeeping is wrong.
+          PageError: the bookkeeping of pages is wrong.
+          RuntimeError: a request is lost.
         """
         for replica in self._replicas:
             replica.check()

@@ -190,7 +190,7 @@ def text_of_first(mine: str) -> str:
     return texts_of_all(mine)[0]
 
 
-def is_so_at_first(mine: bool) -> bool:
+def answer_of_first(mine: bool) -> bool:
     """Returns process 0's answer in each process; all must call this."""
     return bool(text_of_first("yes" if mine else ""))
 

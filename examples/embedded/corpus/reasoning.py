@@ -139,7 +139,8 @@ _APPLY = {"+": operator.add, "-": operator.sub, "x": operator.mul, "/": operator
 
 
 def _solved(solution: str, given: Numbers) -> dict[str, int]:
-    """Returns the given numbers and the computed ones, of which the last is the result."""
+    """Returns a problem's numbers by name: the given ones, then those that its solution computes.
+    The last is the result."""
     numbers = dict(zip("abcd", given, strict=False))
     for left, sign, right, name in _STEP.findall(solution):
         operands = (int(one.format_map(numbers)) for one in (left, right))

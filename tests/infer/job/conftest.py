@@ -1,5 +1,5 @@
-"""An empty folder to work in, jobs that end early, and decoders that take no time or note what they
-decode."""
+"""Fixtures for jobs: an empty working folder, jobs that are stopped early, and decoders that take
+no time or record what they decode."""
 
 import pytest
 
