@@ -14,12 +14,13 @@ from typing import Any
 
 from rich.table import Table
 
-from infer.bench.measure import Report, status, table
+from infer.bench.measure import Report, table
 from infer.bench.speeds import AR, Way, completions_of, draft_ways, window_ways
 from infer.bench.subject import Regimes, Subject, forget_programs
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.errors import InputError
+from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.params import SamplingParams
 
 
@@ -85,8 +86,9 @@ def _agreements(
 
     def decode(way: Way, engine_of: Way) -> list[Completion]:
         engine = subject.engine(engine_of.window, batch_size, lookup=engine_of.lookup)
-        with status(f"{batch_size} sequences · {way.name}"):
-            completions = completions_of(subject, engine, way.work(prompts, params))
+        title = f"{batch_size} sequences, {way.name}"
+        with ProgressBar("completions", total=len(prompts), title=title) as bar:
+            completions = completions_of(subject, engine, way.work(prompts, params), bar.update)
         del engine
         forget_programs()
         return completions

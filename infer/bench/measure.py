@@ -20,6 +20,7 @@ from rich.status import Status
 from rich.table import Table
 
 from wedlm_jax.host.atomic import check_writable, write_json
+from wedlm_jax.host.progress import ProgressBar
 
 T = TypeVar("T")
 
@@ -39,12 +40,12 @@ def by_turns(ways: Mapping[str, Callable[[], T]], passes: int, title: str) -> di
       the results of each way: that of the call that compiled, then that of each pass.
     """
     made: dict[str, list[T]] = {name: [] for name in ways}
-    with status(title) as shown:
-        for number in range(passes + 1):
-            doing = f"pass {number} of {passes}" if number else "compiling"
-            for name, run in ways.items():
-                shown.update(f"{title} · {name} · {doing}")
-                made[name].append(run())
+    turns = [(number, name) for number in range(passes + 1) for name in ways]
+    with ProgressBar("runs", total=len(turns), title=title) as bar:
+        for done, (number, name) in enumerate(turns):
+            bar.update(done, text=f"{name} {f'in pass {number}' if number else 'compiles'}")
+            made[name].append(ways[name]())
+        bar.update(len(turns), text="done")
     return made
 
 

@@ -194,10 +194,16 @@ def _with_expected(speed: Speed, first: Speed, constants: Constants) -> Speed:
     return dataclasses.replace(speed, by_products=expected * speed.tokens / max(first.tokens, 1))
 
 
-def completions_of(subject: Subject, engine: Engine, work: Work) -> list[Completion]:
-    """Decodes prompts as `LLM.generate` does; returns their completions in order."""
-    generation = Generation(EngineLoop(engine), subject.codec, work)
-    found = dict(item for some in generation for item in some)
+def completions_of(
+    subject: Subject, engine: Engine, work: Work, finished: Callable[[int], None] | None = None
+) -> list[Completion]:
+    """Decodes prompts as `LLM.generate` does; returns their completions in order. Calls
+    ``finished`` with the number of completions so far."""
+    found: dict[int, Completion] = {}
+    for some in Generation(EngineLoop(engine), subject.codec, work):
+        found.update(some)
+        if finished is not None:
+            finished(len(found))
     return [found[number] for number in range(len(work))]
 
 
