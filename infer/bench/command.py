@@ -46,7 +46,12 @@ COMPARISONS = {
     "drafts": Comparison(
         "speeds:compare_drafts",
         "the same, by source of the drafts in mode verified",
-        {"batch_size": [1, 8, 32], "draft": ["masks", "lookup", "auto"], **_SPEEDS},
+        {
+            "batch_size": [1, 8, 32],
+            "draft": ["masks", "lookup", "auto"],
+            "window_size": ["auto"],
+            **_SPEEDS,
+        },
     ),
     "identity": Comparison(
         "identity:compare_identity",
@@ -80,7 +85,8 @@ _COUNT: dict[str, Any] = {"type": at_least_1, "metavar": "N"}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "batch_size": ("sequences that decode together, one or more", _COUNT | {"nargs": "+"}),
     "window_size": (
-        "masks in a window, one or more; 0 is AR",
+        "masks in a window, one or more; 0 is AR. In drafts and identity, of the windows that "
+        "--draft masks and both use",
         {"type": _window, "nargs": "+", "metavar": "W"},
     ),
     "mode": (
@@ -195,8 +201,8 @@ def _check(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
             raise InputError(
                 f"{flag(name)} is an option of {' and '.join(of)}, not of {' and '.join(chosen)}"
             )
-    if "identity" in chosen and options.get("window_size") == [0]:
-        raise InputError("--window-size 0 is AR, the baseline of identity: name another window")
+    if "windows" not in chosen and options.get("window_size") == [0]:
+        raise InputError(f"--window-size 0 is AR, the baseline of {chosen[0]}: name another window")
     if "rival" in options:
         if "quantization" in options:
             raise InputError(

@@ -15,11 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from infer.bench.measure import Report, table
-from infer.bench.speeds import AR, Way, completions_of, draft_ways, window_ways
+from infer.bench.speeds import AR, Way, completions_of, draft_ways
 from infer.bench.subject import Regimes, Subject, forget_programs
 from wedlm_jax.completion import Completion
-from wedlm_jax.engine.config import MOST_LOOKUP
-from wedlm_jax.errors import InputError
 from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.params import SamplingParams
 
@@ -29,7 +27,7 @@ class Agreement:
     """Completions of one way of decoding, compared with AR's.
 
     Attributes:
-      way: AR, a window in mode verified, or drafts from the text.
+      way: AR, or a source of drafts in mode verified, with its window.
       dtype: dtype of weights and cache.
       tokens: number of tokens in the completions of all prompts.
       differ: number of completions that differ from AR's.
@@ -58,9 +56,9 @@ def compare_identity(
         copy from the text, and None chooses what the model supports. ``prompts`` is the number of
         prompts of all regimes together.
     """
-    ways = _ways(options["window_size"], options["draft"], masks=subject.config.knows_masks)
-    if not ways:
-        raise InputError(f"--draft {options['draft'][0]}: the model was not trained on masks")
+    masks = subject.config.knows_masks
+    drafts = options["draft"] or (["masks"] if masks else ["lookup", "auto"])
+    ways = draft_ways(drafts, options["window_size"], masks=masks)[1:]
     by_turns = (one for some in itertools.zip_longest(*regimes.values()) for one in some if one)
     asked = [subject.ask(one) for one in itertools.islice(by_turns, options["prompts"])]
     params = SamplingParams(
@@ -103,20 +101,6 @@ def _agreements(
         places = first_differences(expected, found)
         margins = [_margin(expected[number], place) for number, place in places.items()]
         yield _agreement(way, subject, found, len(places), margins)
-
-
-def _ways(windows: Sequence[int | str], drafts: Sequence[str] | None, *, masks: bool) -> list[Way]:
-    drafts = (["masks"] if masks else ["lookup", "auto"]) if drafts is None else drafts
-    drafting = window_ways([window for window in windows if window], ["verified"])
-    ways = []
-    if masks and "masks" in drafts:
-        ways += [way._replace(draft="masks") for way in drafting]
-    if masks and "both" in drafts:
-        ways += [
-            Way(f"{way.name}, both", way.window, MOST_LOOKUP, draft="both") for way in drafting
-        ]
-    # Drafts that are copied need no window.
-    return ways + draft_ways(drafts, masks=False)[1:]
 
 
 def first_differences(

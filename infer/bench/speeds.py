@@ -22,6 +22,7 @@ from wedlm_jax.completion import Completion, Drafts, total_drafts
 from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.loop import EngineLoop
+from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Generation
 from wedlm_jax.params import SamplingParams
 
@@ -55,16 +56,31 @@ def window_ways(windows: Sequence[int | str], modes: Sequence[str]) -> list[Way]
     return [AR, *ways] if 0 in windows else ways
 
 
-def draft_ways(drafts: Sequence[str], *, masks: bool) -> list[Way]:
+def draft_ways(drafts: Sequence[str], windows: Sequence[int | str], *, masks: bool) -> list[Way]:
     """Lists AR, then mode verified with each draft source (a value of ``SamplingParams.draft``).
 
     Args:
-      masks: whether the model was trained on masks; if not, sources with masks are left out.
+      windows: the windows of "masks" and "both", which are listed with each of them.
+      masks: whether the model was trained on masks; if not, these two are left out.
+
+    Raises:
+      InputError: none of the sources is left.
     """
-    names = {"masks": "masks", "lookup": "lookup, always", "both": "both", "auto": "auto"}
-    window = "auto" if masks else 0
-    chosen = [draft for draft in drafts if masks or draft not in ("masks", "both")]
-    return [AR] + [Way(names[draft], window, MOST_LOOKUP, draft=draft) for draft in chosen]
+    ways = [AR]
+    for draft in drafts:
+        lookup = 0 if draft == "masks" else MOST_LOOKUP
+        if draft in ("masks", "both"):
+            ways += [
+                Way(f"{draft}, W = {window}", window, lookup, draft=draft)
+                for window in windows
+                if masks and window != 0
+            ]
+        else:
+            name = "lookup, always" if draft == "lookup" else draft
+            ways.append(Way(name, "auto" if masks else 0, lookup, draft=draft))
+    if len(ways) == 1:
+        raise InputError(f"--draft {drafts[0]}: the model was not trained on masks")
+    return ways
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +143,8 @@ def compare_drafts(
     subject: Subject, regimes: Regimes, options: Mapping[str, Any], report: Report
 ) -> None:
     """Measures AR and each draft source, in the same way."""
-    ways = draft_ways(options["draft"], masks=subject.config.knows_masks)
+    masks = subject.config.knows_masks
+    ways = draft_ways(options["draft"], options["window_size"], masks=masks)
     for speeds in _speeds(subject, regimes, ways, options, report):
         report.add("drafts", speeds, speed_table(speeds))
 

@@ -26,13 +26,13 @@ def test_verified_is_autoregressive_on_a_tiny_model(checkpoint, tmp_path, temper
     arguments = f"--model {checkpoint} --questions {EMBEDDED_QUESTIONS} --prompts 6 --batch-size 4 "
     arguments += f"--window-size 0 2 --max-tokens 8 --temperature {temperature} "
     ar, verified = compared("identity", tmp_path, arguments + "--regime reasoning prose")
-    assert (ar["way"], verified["way"]) == ("AR", "W = 2, verified")
+    assert (ar["way"], verified["way"]) == ("AR", "masks, W = 2")
     assert ar["median_margin"] > 0
     assert ar["prompts"] == verified["prompts"] == 6
     assert ar["tokens"] == verified["tokens"]
     assert verified["differ"] == 0
     assert verified["median_margin"] is verified["largest_margin"] is None
-    assert "W = 2, verified" in capsys.readouterr().out
+    assert "masks, W = 2" in capsys.readouterr().out
 
 
 def test_drafts_from_the_text_are_compared_where_there_are_no_masks(stock, tmp_path):
