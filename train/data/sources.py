@@ -12,7 +12,7 @@ from train.recipe.config import TrainConfig
 from train.recipe.phases import Phase, phases_of
 from train.recipe.skipped_batches import SkippedBatches
 from train.watch.records import Record
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 from wedlm_jax.host.processes import say
 from wedlm_jax.host.storage import folder_of_this_machine
 
@@ -34,12 +34,15 @@ def open_sources(
             rows = open_folder(name, own, tokenizer, pad_token_id)
             sets.append((rows, weight))
             told.append(
-                f"{name}: {weight / total:.1%} of the rows; {len(rows):,} rows, "
+                f"{name}: {weight / total:.1%} of the rows; {counted(len(rows), 'row')}, "
                 f"{rows.manifest.tokens:,} tokens, {rows.manifest.fill:.1%} filled"
             )
         count, batch = sum(len(rows) for rows, _ in sets), own.rows * own.accumulation
         if count < batch:
-            raise InputError(f"data: {count} packed rows are fewer than one batch of {batch}")
+            raise InputError(
+                f"data.sources: a step takes {counted(batch, 'packed row')} (rows x accumulation), "
+                f"but there are only {count:,}; lower rows or accumulation, or add data"
+            )
         opened.append(sets)
     for line in dict.fromkeys(told):  # phases may share folders
         say(line)
@@ -123,8 +126,8 @@ class Epochs:
         lines = []
         for name, epochs in whole.items():
             lines.append(
-                f"{name}: {epochs:.2f} epochs of {self._rows[name]:,} rows in the whole run, "
-                f"{now[name]:.2f} done"
+                f"{name}: {epochs:.2f} epochs of {counted(self._rows[name], 'row')} "
+                f"in the whole run, {now[name]:.2f} done"
             )
             if epochs > MANY:
                 lines.append(

@@ -152,7 +152,7 @@ def test_a_run_reads_its_sources_by_weight(folder, tokenizer, tmp_path, capsys):
     told = [line for line in capsys.readouterr().out.splitlines() if " of the rows; " in line]
     assert len(told) == 2, "each once, whatever phases read"
     assert "ones: 75.0% of the rows; 30 rows, 3,000 tokens" in told[1]
-    with pytest.raises(InputError, match="packed rows are fewer than one batch of 1000"):
+    with pytest.raises(InputError, match="a step takes 1,000 packed rows"):
         open_sources(dataclasses.replace(whole, rows=1000), tokenizer, 0)
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with TrainBatches(phases_of(whole), data, place) as batches:
