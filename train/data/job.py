@@ -428,7 +428,7 @@ def _nothing(counts: Counts) -> str:
         return "the input has no records"
     worst, found = max(counts.reasons.items(), key=lambda item: item[1]["records"])
     detail = f" ({found['detail']})" if found["detail"] else ""
-    return (
-        f"none of {counts.records:,} records can be used; most often: {worst}, "
-        f"as in {found['first'][0]}{detail}"
-    )
+    where = f"{found['first'][0]}{detail}"
+    if counts.records == 1:
+        return f"the only record cannot be used: {worst}, in {where}"
+    return f"none of {counts.records:,} records can be used; most often: {worst}, as in {where}"

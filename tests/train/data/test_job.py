@@ -182,6 +182,7 @@ def test_what_is_refused_leaves_nothing(inputs, tmp_path, changes, sentence):
     [
         ([], "auto", "the input has no records"),
         (BAD, "auto", r"none of 3 records can be used; most often: wrong type, as in .*:1"),
+        (BAD[:1], "auto", r"the only record cannot be used: wrong type, in .*:1"),
         ([{"token_ids": [5]}], "completions", r"a.jsonl:1 \(no 'prompt_token_ids', which `wedlm"),
     ],
 )
