@@ -176,7 +176,10 @@ def _base_model(adapters: Path, *, download: bool = True) -> Path:
     base = base_of(adapters)
     if (as_path(base) / ADAPTER_CONFIG).exists():
         raise InputError(f"{adapters}: its base {base} is also a folder of adapters; merge it")
-    return find_model(base, download=download)
+    try:
+        return find_model(base, download=download)
+    except InputError as error:
+        raise InputError(f"{adapters / ADAPTER_CONFIG}: its base model, {error}") from None
 
 
 def tokenizer_folder(folder: Path) -> Path:

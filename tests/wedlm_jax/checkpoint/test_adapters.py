@@ -143,7 +143,10 @@ def test_it_has_the_tokenizer_of_its_base(tmp_path):
         ({"r": RANK + 1}, "have rank 3, but adapter_config.json says r 4"),
         ({"lora_alpha": "16"}, "lora_alpha, not '16'"),
         ({"base_model_name_or_path": None}, "does not name the base"),
-        ({"base_model_name_or_path": "/nowhere/at/all"}, "no such folder"),
+        (
+            {"base_model_name_or_path": "/nowhere/at/all"},
+            "base model, /nowhere/at/all: no such folder",
+        ),
         ({"base_model_name_or_path": "../adapters"}, "is also a folder of adapters"),
         ({"wedlm": {"rows": "masked"}}, "a drafter"),
     ],
