@@ -112,9 +112,11 @@ class JobProgress:
     @property
     def seconds_left(self) -> float:
         """Estimate from the records finished during this run, also by other processes; infinite
-        before the first."""
+        before the first that is decoded, since bad ones take no time."""
         finished = self.done - self.earlier
-        return self.seconds * (self.total - self.done) / finished if finished else math.inf
+        if finished == self.finished.error_rows:
+            return math.inf
+        return self.seconds * (self.total - self.done) / finished
 
     def as_json(self) -> dict[str, Any]:
         """Returns the entry of `stats.json` about a run."""

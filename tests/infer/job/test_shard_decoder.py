@@ -47,6 +47,13 @@ def test_rates_count_this_run_only():
     assert shown(first) == "20 of 100 records, 0 tokens/s, 0.00 tokens per forward\n"
 
 
+def test_bad_records_do_not_tell_how_long_the_others_take():
+    bad = JobProgress(100, finished=Counts(rows=8, error_rows=8), seconds=2.0)
+    assert bad.seconds_left == math.inf
+    bad.finished.rows += 2
+    assert bad.seconds_left == 2.0 * 90 / 10
+
+
 def test_the_second_ends_the_process_at_once(monkeypatch):
     ends = []
     monkeypatch.setattr(os, "_exit", ends.append)
