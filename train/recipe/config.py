@@ -26,7 +26,7 @@ from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.checkpoint.safetensors import DTYPES
-from wedlm_jax.errors import InputError, nearest
+from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.distillation import DISTANCES
@@ -385,7 +385,9 @@ def _told_as(given: str | Callable[[str], str]) -> Iterator[None]:
     except UnicodeDecodeError:
         raise InputError(f"{origin}: is not a text file") from None
     except (ConfigKeyError, ConfigAttributeError) as error:
-        raise InputError(f"{origin}: {_unknown_key(str(error.full_key))}") from None
+        # OmegaConf names the key of a phase without the list that it is in.
+        of_phase = error.object_type is PhaseSection
+        raise InputError(f"{origin}: {_unknown_key(str(error.full_key), of_phase)}") from None
     except InputError:
         raise
     except (OmegaConfBaseException, ValueError, OSError) as error:
@@ -463,7 +465,10 @@ def _expected(key: str) -> str:
     return f"expected {known[0]}" if known else "expected another type"
 
 
-def _unknown_key(key: str) -> str:
+def _unknown_key(key: str, of_phase: bool) -> str:
+    if of_phase:
+        known = [field.name for field in dataclasses.fields(PhaseSection)]
+        return f"unknown key {key!r} of a phase; {did_you_mean(key, known)}"
     names = [name for name, _, _ in describe()]
     sections = {name.partition(".")[0]: None for name in names if "." in name}
     near = nearest(key, [*names, *sections])
