@@ -26,7 +26,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.config import ModelConfig
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, counted
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 DECODING_AXES = ("data", "tensor")
@@ -104,7 +104,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) ->
         shape = [len(devices) // known if size == -1 else size for size in shape]
     if math.prod(shape) != len(devices):
         given = ", ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
-        raise InputError(f"mesh: {given} does not multiply to {len(devices)} devices")
+        raise InputError(f"mesh: {given} does not multiply to {counted(len(devices), 'device')}")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     axis_types = (AxisType.Auto,) * len(MESH_AXES)
     if slices > 1:
