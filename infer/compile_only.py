@@ -43,7 +43,7 @@ from wedlm_jax.engine.settings import (
     bytes_per_page,
     plan_engine,
 )
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, errors_at
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import PREVIOUS_RANK, TARGETS, LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
@@ -133,10 +133,8 @@ def read_model(source: str) -> ModelConfig:
         raise InputError(f"{path}: no such recipe") from None
     except (KeyError, TypeError):
         raise InputError(f"{path}: expected a recipe with model.architecture") from None
-    try:
+    with errors_at(path):
         return config_from_hf(stated)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def read_drafter(source: str) -> LoraConfig:

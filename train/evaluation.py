@@ -31,7 +31,7 @@ from wedlm_jax.corruption import PackedRows
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
 from wedlm_jax.engine.engine import Engine
 from wedlm_jax.engine.interface import Request
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, errors_at
 from wedlm_jax.generation import complete
 from wedlm_jax.host.processes import jax_processes, say, sum_over_all
 from wedlm_jax.host.signals import compiled
@@ -254,10 +254,8 @@ def drawn_questions(section: EvaluationSection) -> list[Question]:
     if section.questions is None or not section.every:
         return []
     path = folder_of_this_machine(section.questions, "evaluation.questions")
-    try:
+    with errors_at("evaluation.questions"):
         regimes = read_questions(path)
-    except InputError as error:
-        raise InputError(f"evaluation.questions: {error}") from None
     found = [question for some in regimes.values() for question in some]
     drawn = np.random.default_rng(section.seed).permutation(len(found))[: section.most_questions]
     return [found[i] for i in sorted(drawn)]

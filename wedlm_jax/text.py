@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from wedlm_jax.config import read_object
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, errors_at, shortened
 from wedlm_jax.messages import checked_messages
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.typed_tokens import MARK, TypedTokens
@@ -432,10 +432,6 @@ def _are_integers(values: Iterable[object]) -> bool:
     return all(issubclass(t, int | np.integer) and t is not bool for t in set(map(type, values)))
 
 
-@contextlib.contextmanager
-def numbered(what: str, number: int, count: int) -> Iterator[None]:
+def numbered(what: str, number: int, count: int) -> contextlib.AbstractContextManager[None]:
     """Prefixes an `InputError` with the number of the prompt, if there are several."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{what} {number}: {error}" if count > 1 else str(error)) from None
+    return errors_at(f"{what} {number}") if count > 1 else contextlib.nullcontext()

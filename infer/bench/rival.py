@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from wedlm_jax.config import STOCK, ModelConfig, config_to_hf, with_model_type
-from wedlm_jax.errors import InputError, require_extra
+from wedlm_jax.errors import errors_at, require_extra
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -190,7 +190,5 @@ def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 def config_for_transformers(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """Returns a model's ``config.json`` for transformers, which does not know the type "wedlm"."""
-    try:
+    with errors_at("--rival transformers"):
         return with_model_type(config_to_hf(config, dtype=dtype), STOCK, config)
-    except InputError as error:
-        raise InputError(f"--rival transformers: {error}") from None

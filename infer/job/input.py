@@ -37,7 +37,7 @@ from infer.job.prompt_record import (
     record_seed,
 )
 from infer.job.result_record import OUTPUT_KEYS, TooDeep, as_json, error_record, refuse_output_keys
-from wedlm_jax.errors import InputError, file_error
+from wedlm_jax.errors import InputError, errors_at, file_error
 from wedlm_jax.host.atomic import naming, writer_name
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.columns import Columns
@@ -477,10 +477,8 @@ class Workload:
         """Prepares every record and keeps none."""
         for shard in self.index.shards:
             for record, content in self.records(shard):
-                try:
+                with errors_at(self.shown(record.place)):
                     self.prepare(llm, record, content)
-                except InputError as error:
-                    raise InputError(f"{self.shown(record.place)}: {error}") from None
 
     def shown(self, place: Place) -> str:
         """Returns the name of a record in messages: its file and line."""

@@ -26,7 +26,7 @@ from train.recipe.skipped_batches import SkippedBatches
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.attention.tiles import LANES
 from wedlm_jax.checkpoint.safetensors import DTYPES
-from wedlm_jax.errors import InputError, did_you_mean, nearest
+from wedlm_jax.errors import InputError, did_you_mean, errors_at, nearest
 from wedlm_jax.host.atomic import written_beside
 from wedlm_jax.loss import WEIGHTINGS
 from wedlm_jax.model.distillation import DISTANCES
@@ -479,10 +479,8 @@ def _check(config: TrainConfig, given_in: Callable[..., str]) -> None:
     """Refuses invalid values, and fields that contradict each other; the message begins with where
     the first of the fields was set."""
     check_fields(config, given_in)
-    try:
+    with errors_at(given_in("data.skip")):
         SkippedBatches.of(config.data.skip)
-    except InputError as error:
-        raise InputError(f"{given_in('data.skip')}: {error}") from None
     sources, section, lora = config.data.sources, config.evaluation, config.lora
     drafter = config.objective == "drafter"
     rules = (

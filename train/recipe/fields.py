@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import InputError, errors_at
 from wedlm_jax.option_values import Option
 
 
@@ -41,10 +41,8 @@ def check_fields(section: Any, origin: Callable[[str], str], prefix: str = "") -
             if dataclasses.is_dataclass(one):
                 check_fields(one, origin, f"{shown}.")
             elif one is not None:  # None leaves a field out
-                try:
+                with errors_at(origin(shown)):
                     one_field.metadata["option"].check(shown, one)
-                except InputError as error:
-                    raise InputError(f"{origin(shown)}: {error}") from None
 
 
 def _values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:

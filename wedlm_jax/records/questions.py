@@ -10,12 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wedlm_jax.errors import InputError, did_you_mean, file_error, refuse_unknown, shown_value
+from wedlm_jax.errors import (
+    InputError,
+    did_you_mean,
+    errors_at,
+    file_error,
+    refuse_unknown,
+    shown_value,
+)
 from wedlm_jax.messages import check_text, checked_messages
 from wedlm_jax.records.jsonl import parse_object, read_lines
 
@@ -84,13 +91,9 @@ class Question:
                 return codec.encode(self.prompt)
             return codec.encode_chat(self.messages)
 
-    @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
+    def named(self) -> contextlib.AbstractContextManager[None]:
         """Names the question's line in an `InputError`."""
-        try:
-            yield
-        except InputError as error:
-            raise InputError(f"{self.place}: {error}" if self.place else str(error)) from None
+        return errors_at(self.place) if self.place else contextlib.nullcontext()
 
     def _compared(self, text: str) -> str:
         if self.match == "last_number":
@@ -174,11 +177,9 @@ def read_questions(
         with path.open("rb") as stream:
             for line in read_lines(stream):
                 place = f"{path}, line {line.number}"
-                try:
+                with errors_at(place):
                     fields = {"regime": path.stem} | parse_object(line.content)
                     question = _question(fields, match, chat, place)
-                except InputError as error:
-                    raise InputError(f"{place}: {error}") from None
                 regimes.setdefault(question.regime, []).append(question)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file of questions") from None
