@@ -31,14 +31,14 @@ from wedlm_jax.host.storage import (
     file_sizes,
     folder_of_this_machine,
     is_remote,
+    sampled,
     source_digest,
 )
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "orbax-checkpoint")
 STATE, START = "the newest whole state", "what model.init_from holds"
-SAMPLE_BYTES = 64 * 1024
-"""The size of the samples taken from each file of a starting checkpoint: at its beginning, in the
-middle and at its end."""
+SAMPLES = 3
+"""Pieces that are compared of each file of a starting checkpoint."""
 
 
 def agree(config: TrainConfig, *, allow_changed: bool = False) -> list[int]:
@@ -154,10 +154,8 @@ def _start(config: TrainConfig, states: Sequence[int]) -> str:
     }
     for (folder, name), size in files.items():
         digest.update(f"{name} {size}\n".encode())
-        with (folder / name).open("rb") as file:
-            for place in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
-                file.seek(place)
-                digest.update(file.read(SAMPLE_BYTES))
+        for piece in sampled(folder / name, SAMPLES):
+            digest.update(piece)
     return f"{len(files)} files of {sum(files.values()):,} bytes ({digest.hexdigest()[:16]})"
 
 

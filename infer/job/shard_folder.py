@@ -31,6 +31,7 @@ from infer.job.result_record import Counts
 from wedlm_jax import __version__
 from wedlm_jax.errors import InputError, counted, file_error
 from wedlm_jax.host.atomic import alone, create_json, naming, write_json, written_beside
+from wedlm_jax.host.storage import sampled
 
 if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
@@ -42,8 +43,7 @@ OURS = re.compile(rf"(job|stats)\.json(\..*\.tmp)?|rows-\d+-of-\d+\..*|{PARTS}|{
 READERS, ATTEMPTS = 16, 5
 
 
-WHOLE_FILE = 16 * 2**20
-SAMPLES, SAMPLE_SIZE = 256, 64 * 2**10
+SAMPLES = 256
 MODEL_FILES = (".json", ".safetensors", ".txt", ".jinja")
 
 
@@ -111,21 +111,12 @@ def folder_digest(folder: Path) -> str:
     Of a large file, 256 evenly spread pieces are read: reading everything takes as long as loading
     the model, and further training changes weights everywhere."""
     digest = hashlib.sha256()
-    try:
+    with naming(folder, "cannot be read"):
         for path in sorted(folder.iterdir()):
-            if path.suffix not in MODEL_FILES or not path.is_file():
-                continue
-            size = path.stat().st_size
-            digest.update(os.fsencode(path.name) + f"\n{size}\n".encode())
-            with path.open("rb") as file:
-                if size <= WHOLE_FILE:
-                    digest.update(file.read())
-                    continue
-                for i in range(SAMPLES):
-                    file.seek((size - SAMPLE_SIZE) * i // (SAMPLES - 1), os.SEEK_SET)
-                    digest.update(file.read(SAMPLE_SIZE))
-    except OSError as error:
-        raise file_error(folder, "cannot be read", error) from None
+            if path.suffix in MODEL_FILES and path.is_file():
+                digest.update(os.fsencode(path.name) + f"\n{path.stat().st_size}\n".encode())
+                for piece in sampled(path, SAMPLES):
+                    digest.update(piece)
     return digest.hexdigest()
 
 

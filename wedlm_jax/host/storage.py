@@ -34,6 +34,7 @@ REMOTE = "gs"
 READ_BYTES = 32 * 1024**2
 """Bytes per request to a bucket: even a small request takes long."""
 UPLOAD_BYTES = 64 * 1024**2
+SAMPLE_BYTES = 64 * 1024
 
 T = TypeVar("T")
 
@@ -146,6 +147,19 @@ def file_sizes(folder: Path) -> dict[str, int]:
         return {name.removeprefix(root): file["size"] for name, file in found.items()}
     files = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
+def sampled(path: Path, samples: int) -> Iterator[bytes]:
+    """Yields evenly spread pieces of a file, the first and the last included; a file that is not
+    larger than all of them is yielded whole."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= samples * SAMPLE_BYTES:
+            yield file.read()
+            return
+        for i in range(samples):
+            file.seek((size - SAMPLE_BYTES) * i // (samples - 1))
+            yield file.read(SAMPLE_BYTES)
 
 
 def source_digest(*packages: ModuleType) -> str:

@@ -31,9 +31,8 @@ def test_a_checkpoint_may_be_moved_but_not_changed(model, tmp_path):
 
 
 def test_large_checkpoints_are_sampled_to_both_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr("infer.job.shard_folder.WHOLE_FILE", 100)
     monkeypatch.setattr("infer.job.shard_folder.SAMPLES", 4)
-    monkeypatch.setattr("infer.job.shard_folder.SAMPLE_SIZE", 8)
+    monkeypatch.setattr("wedlm_jax.host.storage.SAMPLE_BYTES", 8)
     path = tmp_path / "model.safetensors"
 
     def digest(place):
