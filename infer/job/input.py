@@ -37,7 +37,7 @@ from infer.job.prompt_record import (
     record_seed,
 )
 from infer.job.result_record import OUTPUT_KEYS, TooDeep, as_json, error_record, refuse_output_keys
-from wedlm_jax.errors import InputError, errors_at, file_error
+from wedlm_jax.errors import InputError, errors_at
 from wedlm_jax.host.atomic import naming, writer_name
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.columns import Columns
@@ -191,15 +191,12 @@ def _with_sampling(columns: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(pipe: str) -> Iterator[bytes]:
-    try:
-        with contextlib.ExitStack() as opened:
-            stream: IO[bytes] = sys.stdin.buffer
-            if pipe != STANDARD_INPUT:
-                stream = opened.enter_context(open(pipe, "rb"))
-            while block := stream.read(COPY_BYTES):
-                yield block
-    except OSError as error:
-        raise file_error(pipe, "cannot be read", error) from None
+    with naming(pipe, "cannot be read"), contextlib.ExitStack() as opened:
+        stream: IO[bytes] = sys.stdin.buffer
+        if pipe != STANDARD_INPUT:
+            stream = opened.enter_context(open(pipe, "rb"))
+        while block := stream.read(COPY_BYTES):
+            yield block
 
 
 def _is_pipe(name: str) -> bool:

@@ -16,8 +16,8 @@ from wedlm_jax.checkpoint.hf import Checkpoint, write_config, write_weights
 from wedlm_jax.checkpoint.open import kind_of, open_checkpoint, packaged_file
 from wedlm_jax.checkpoint.safetensors import DTYPES, DeferredArray, SafetensorsFile, numpy_dtype
 from wedlm_jax.config import MODEL_TYPES, STOCK, with_model_type
-from wedlm_jax.errors import InputError, StorageFailure, file_error
-from wedlm_jax.host.atomic import replacing
+from wedlm_jax.errors import InputError, StorageFailure
+from wedlm_jax.host.atomic import naming, replacing
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.host.storage import absolute, as_path, copy_file, is_of_storage, storage_message
@@ -165,7 +165,7 @@ def convert(
     np_dtype = numpy_dtype(dtype)
     bar = ProgressBar("tensors", title="converting")
     try:
-        with replacing(destination) as new_folder, bar:
+        with naming(destination), replacing(destination) as new_folder, bar:
             opened = open_checkpoint(source, config_from)
             raw = opened.raw_config
             if dtype is not None:  # under the name that the file uses
@@ -179,8 +179,6 @@ def convert(
             else:
                 write_config(new_folder, raw)
             opened.write_tokenizer(new_folder)
-    except OSError as error:
-        raise file_error(destination, "cannot be written", error) from None
     except Exception as error:
         if isinstance(error, InputError | StorageFailure) or not is_of_storage(error):
             raise

@@ -23,8 +23,8 @@ from wedlm_jax.checkpoint.hf import (
     write_weights,
 )
 from wedlm_jax.config import ModelConfig, read_config_json
-from wedlm_jax.errors import InputError, StorageFailure, file_error, nearest
-from wedlm_jax.host.atomic import alone, replacing
+from wedlm_jax.errors import InputError, StorageFailure, nearest
+from wedlm_jax.host.atomic import alone, naming, replacing
 from wedlm_jax.host.notices import notice
 from wedlm_jax.host.storage import absolute, as_path, cache_folder, is_remote
 
@@ -202,15 +202,13 @@ def packaged(model: str | Path) -> str:
     name = Path(model).name
     version = importlib.metadata.version(PACKAGED[name])
     folder = cache_folder() / "models" / f"{version}-{CONVERSION}" / name
-    try:
+    with naming(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # If several processes start together, one creates it and the others wait.
         with alone(folder.parent):
             if not (folder / "config.json").exists():
                 notice("unpacking %s into %s, once", name, folder)
                 _unpack(file, folder)
-    except OSError as error:
-        raise file_error(folder, "cannot be written", error) from None
     return str(folder)
 
 

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 from examples.embedded.corpus import REGIMES, Sample, generate
-from wedlm_jax.errors import InputError, file_error
+from wedlm_jax.errors import InputError
+from wedlm_jax.host.atomic import naming
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
 
@@ -48,10 +49,8 @@ def main(arguments: list[str]) -> int:
         raise InputError(f"--weights: {error}") from None
     record = FORMS[options.form]
     lines = [json.dumps(record(sample), ensure_ascii=False) + "\n" for sample in samples]
-    try:
+    with naming(options.output):
         Path(options.output).write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise file_error(options.output, "cannot be written", error) from None
     return 0
 
 
