@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import sys
 
-from infer.harness.command import NEEDED, TASKS
-from wedlm_jax.errors import InputError
+from infer.harness.command import TASKS
+from wedlm_jax.errors import require_extra
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
 
 
 def main(arguments: list[str]) -> None:
-    try:
-        from lm_eval.__main__ import cli_evaluate
-    except ImportError as error:
-        raise InputError(f"{NEEDED} ({error})") from None
+    require_extra("this command", "eval", "lm_eval")
+    from lm_eval.__main__ import cli_evaluate
+
     import infer.harness.model  # noqa: F401  (registers the model)
 
     if "--model" in arguments and "--include_path" not in arguments:

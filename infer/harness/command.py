@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from infer.generate import load
-from wedlm_jax.errors import InputError, shortened
+from wedlm_jax.errors import InputError, require_extra, shortened
 from wedlm_jax.host.atomic import written_beside
 
 TASKS = Path(__file__).with_name("tasks")
 """The project's own tasks."""
-
-NEEDED = 'tasks need lm_eval, which is not installed: pip install "wedlm-jax[eval]"'
 
 
 def run_tasks(options: Mapping[str, Any]) -> int:
@@ -25,11 +23,10 @@ def run_tasks(options: Mapping[str, Any]) -> int:
     Raises:
       InputError: a task is unknown, its data cannot be loaded, or the model refuses it.
     """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.utils import handle_non_serializable, make_table
-    except ImportError as error:
-        raise InputError(f"{NEEDED} ({error})") from None
+    require_extra("--tasks", "eval", "lm_eval")
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import handle_non_serializable, make_table
+
     from infer.harness.model import HarnessModel
 
     manager, names = _tasks(options)

