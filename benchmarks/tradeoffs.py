@@ -22,7 +22,8 @@ from rich.console import Console
 
 from benchmarks.options import add_numbers, new_parser
 from infer.bench.measure import machine, table
-from infer.evaluate import EMBEDDED_QUESTIONS, Decoder, decoders_at, evaluate_all
+from infer.bench.subject import regimes_of
+from infer.evaluate import Decoder, decoders_at, evaluate_all
 from infer.plots import check_plot, new_figure, save_figure
 from infer.score import Score
 from wedlm_jax.checkpoint.model import load_checkpoint
@@ -32,7 +33,7 @@ from wedlm_jax.generation import complete
 from wedlm_jax.host.atomic import check_writable, write_json
 from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.progress import ProgressBar
-from wedlm_jax.records.questions import Question, read_questions, tally
+from wedlm_jax.records.questions import Question, tally
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 PENALTIES = (0.0, 0.01, 0.02, 0.05, 0.1)
@@ -58,9 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(
             flag, type=float, nargs="+", default=values, metavar="X", help=f"{what} [{shown}]"
         )
-    parser.add_argument(
-        "--regime", nargs="+", default=None, metavar="NAME", help="kinds of questions [all]"
-    )
+    parser.add_argument("--regime", nargs="+", metavar="NAME", help="kinds of questions [all]")
     parser.add_argument("--plot", default=None, metavar="FILE", help="also draw the trade-offs")
     options = parser.parse_args(arguments)
     if options.output is None:
@@ -87,14 +86,11 @@ def measured(options: Any, path: Path) -> list[Row]:
       InputError: the file has figures for other settings, which cannot be compared.
     """
     check_writable(path, "--output")
-    questions = read_questions(EMBEDDED_QUESTIONS)
-    names = list(questions) if options.regime is None else options.regime
-    if wrong := [name for name in names if name not in questions]:
-        raise InputError(f"--regime: expected some of {', '.join(questions)}, not {wrong[0]!r}")
-    regimes = [questions[name][: options.samples] for name in names]
+    questions = regimes_of(vars(options))
+    regimes = [some[: options.samples] for some in questions.values()]
     settings = {
         "machine": machine(),
-        "regimes": names,
+        "regimes": list(questions),
         "thresholds": list(options.thresholds),
         "samples": options.samples,
         "passes": options.passes,
@@ -188,13 +184,11 @@ def block_wise(
                 answers.append(complete(codec, result, params))
                 bar.advance(title=f"{question.regime.replace('_', ' ')} · {BLOCK_WISE}")
             counted = tally(questions, answers)
-            ratios = ("accuracy", "tokens_per_forward", "p_cache")
             rows.append(
                 {
                     "decoder": f"{BLOCK_WISE} τ={params.entropy_threshold:g}",
                     "regime": questions[0].regime,
-                    **dataclasses.asdict(counted),
-                    **{name: getattr(counted, name) for name in ratios},
+                    **counted.as_row(),
                     "kind": BLOCK_WISE,
                     "window": window,
                     "penalty": params.position_penalty,

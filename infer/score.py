@@ -42,9 +42,7 @@ class Score(Tally):
         return statistics.median(ratios_by_turns(self, other))
 
     def as_row(self) -> dict[str, object]:
-        """Returns the fields, and the ratios computed from them, for a JSON file."""
-        ratios = ("accuracy", "tokens_per_forward", "p_cache", "tokens_per_second")
-        return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
+        return super().as_row() | {"tokens_per_second": self.tokens_per_second}
 
 
 class Timed(Protocol):

@@ -99,7 +99,7 @@ def test_figures_of_other_settings_are_not_mixed(calls, tmp_path):
     assert tradeoffs.main(arguments) == 0
     with pytest.raises(InputError, match=r"figures\.json: has figures for other settings"):
         tradeoffs.main([*arguments, "--samples", "5"])
-    with pytest.raises(InputError, match="--regime: expected some of low_entropy, "):
+    with pytest.raises(InputError, match="--regime: expected one of low_entropy, "):
         tradeoffs.main([*arguments, "--regime", "poems"])
 
 

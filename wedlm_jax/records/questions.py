@@ -137,6 +137,11 @@ class Tally:
         """Completion tokens over processed token instances (WeDLM section 3)."""
         return self.tokens / max(self.instances, 1)
 
+    def as_row(self) -> dict[str, object]:
+        """Returns the fields, and the ratios computed from them, for a JSON file."""
+        ratios = ("accuracy", "tokens_per_forward", "p_cache")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
+
 
 def tally(questions: Sequence[Question], completions: Sequence[Completion]) -> Tally:
     """Judges the completion of each question, and counts."""
