@@ -3,12 +3,11 @@
 import ast
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.docs.pages import LANGUAGES, PAGES, ROOT, anchors, blocks, links
+from tests.examples.child import run_python
 
 NAME = re.compile(r"`([A-Za-z_][\w.]*)`")
 
@@ -80,13 +79,8 @@ LOADED = re.compile(
 def site(tmp_path_factory):
     pytest.importorskip("material", reason="the site needs the extra 'docs'")
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-    )
+    build = ["-m", "mkdocs", "build", "--strict", "--site-dir"]
+    done = run_python(*build, folder, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stderr
     return folder
 

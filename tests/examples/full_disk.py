@@ -2,9 +2,10 @@
 
 import contextlib
 import subprocess
-import sys
 
 import pytest
+
+from tests.examples.child import run_python
 
 SMALL_FILES = """
 import resource, sys
@@ -14,11 +15,10 @@ sys.exit(main({arguments!r}))
 """
 
 
-def run_with_small_files(arguments, size, setup=""):
-    """Runs ``setup`` and ``wedlm`` in a process where no file may grow beyond ``size`` bytes."""
-    code = setup + SMALL_FILES.format(size=size, arguments=list(arguments))
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+def run_with_small_files(arguments, size):
+    """Runs ``wedlm`` in a process where no file may grow beyond ``size`` bytes."""
+    code = SMALL_FILES.format(size=size, arguments=list(arguments))
+    return run_python("-c", code, timeout=300)
 
 
 def make_read_only(disk):

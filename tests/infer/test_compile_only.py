@@ -3,9 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +14,7 @@ from infer.compile_only import (
     read_drafter,
     read_model,
 )
+from tests.examples.child import ROOT, run_python
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from wedlm_jax.__main__ import main
 from wedlm_jax.aot.topology import Chip
@@ -24,7 +22,6 @@ from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.lora import LoraConfig
 
-ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "configs" / "wedlm_8b.yaml")
 MODEL = ModelConfig(
     vocab_size=1024,
@@ -134,13 +131,7 @@ def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, 
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     command = "-m wedlm_jax generate --compile-only --topology v5e:2x4 --batch-size 8"
     command += f" --max-model-len 192 --model {tmp_path}"
-    done = subprocess.run(
-        [sys.executable, *command.split(), *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python(*command.split(), *options)
     assert done.returncode == 0, done.stderr
     assert "v5e:2x4: 8 chips as data 2 x tensor 4" in done.stdout
     engine = f"8 sequences of 192 tokens at most; {drafts}; pages of 128; rpa attention"

@@ -1,13 +1,12 @@
 """The step compiles for TPUs on this machine, and its report says what is so."""
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
 
+from tests.examples.child import run_python
 from tests.examples.training import PLAIN as MODEL
 from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
@@ -187,8 +186,7 @@ def test_a_small_step_compiles_for_a_real_topology(topology, remat, blocks):
     )
     command += f" rows=8 row_length=512 prediction_blocks={blocks} mesh.tensor=2 loss.remat={remat}"
     command = [*command.split(), *(f"model.architecture.{size}" for size in sizes.split())]
-    run = {"cwd": Path(__file__).parents[2], "timeout": 600, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, *command], **run, check=False)
+    done = run_python(*command)
     assert done.returncode == 0, done.stderr
     assert f"{topology}: 8 chips as fsdp 4 x tensor 2" in done.stdout
     hbm = CHIPS[topology.partition(":")[0]].hbm_bytes // 2**30

@@ -1,15 +1,13 @@
 """Text in and out: loading quietly, whole characters only, stop strings in any tokens."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from tests.examples.child import run_python
 from wedlm_jax.errors import InputError
 from wedlm_jax.text import StopStrings, TextCodec
 
@@ -70,14 +68,7 @@ def test_loading_is_silent_whatever_config_json_says(tmp_path):
         "import pathlib, sys; from wedlm_jax.text import TextCodec; "
         "print(len(TextCodec.load(pathlib.Path(sys.argv[1])).encode('longer than four')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-        check=True,
-    )
+    done = run_python("-c", program, tmp_path, timeout=120)
     assert (done.stdout, done.stderr) == ("16\n", "")
 
 

@@ -1,18 +1,15 @@
 import dataclasses
 import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from infer.bench import predict
 from infer.bench.predict import Prediction, predicted_table
+from tests.examples.child import ROOT, run_python
 from tests.infer.test_compile_only import MODEL, config_of
 from wedlm_jax.__main__ import main
 
-ROOT = Path(__file__).parents[3]
 RECIPE = "configs/wedlm_8b.yaml"
 
 
@@ -55,13 +52,7 @@ def test_a_small_model_is_predicted_for_a_real_topology(tmp_path):
     output = tmp_path / "predicted.json"
     command = f"-m wedlm_jax bench --predict v5e:2x4 --model {tmp_path} --batch-size 1 2"
     command += " --backup-masks 8"
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--output", str(output)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run_python(*command.split(), "--output", output)
     assert done.returncode == 0, done.stderr
     ar, masks = json.loads(output.read_text())["predictions"]
     assert (ar["sequences"], ar["window"], ar["tokens"]) == (2, 0, 1)

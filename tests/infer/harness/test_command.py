@@ -3,22 +3,19 @@
 import importlib
 import json
 import shutil
-import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from infer.evaluate import main
 from infer.harness.__main__ import main as command_of_lm_eval
 from infer.harness.model import HarnessModel
+from tests.examples.child import ROOT, run_python
 from tests.infer.harness.conftest import TEXTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
-
-ROOT = Path(__file__).parents[3]
 
 
 def evaluated(tmp_path, *arguments):
@@ -153,10 +150,9 @@ def test_the_command_of_lm_eval_knows_the_model(checkpoint, tasks, tmp_path, mon
 @pytest.mark.full
 def test_the_command_of_lm_eval_says_what_it_does_not_know(checkpoint, tasks):
     """In a process of its own; `tests/infer/harness/test_model.py` has every such sentence."""
-    command = [sys.executable, "-m", "infer.harness", "--model", "wedlm", "--tasks", "write"]
-    command += ["--include_path", str(tasks)]
-    wrong = ["--model_args", f"pretrained={checkpoint},windowsize=2"]
-    done = subprocess.run([*command, *wrong], capture_output=True, text=True)
+    command = ["-m", "infer.harness", "--model", "wedlm", "--tasks", "write", "--model_args"]
+    wrong = f"pretrained={checkpoint},windowsize=2"
+    done = run_python(*command, wrong, "--include_path", tasks)
     assert done.returncode == 2
     assert "unknown model argument 'windowsize'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,11 +1,10 @@
 """Names of TPU topologies are understood or refused, without a TPU's library."""
 
 import importlib.util
-import subprocess
-import sys
 
 import pytest
 
+from tests.examples.child import run_python
 from wedlm_jax.aot.topology import Chip, Roofline, describe_topology, parse_topology
 from wedlm_jax.errors import InputError
 
@@ -61,7 +60,5 @@ def test_a_single_chip_is_a_topology(name):
     code = "import sys; from wedlm_jax.aot.topology import describe_topology as of; " + (
         "print(len(of(sys.argv[1]).devices))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, name], capture_output=True, text=True, check=False
-    )
+    done = run_python("-c", code, name)
     assert done.stdout == "1\n", done.stderr

@@ -3,9 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -21,6 +18,7 @@ from tests.examples.checkpoints import (
     set_tensors,
     write_tiny,
 )
+from tests.examples.child import heavy_imports
 from tests.examples.full_disk import small_disk
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.convert import convert
@@ -31,7 +29,6 @@ from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.config import PARTS
 from wedlm_jax.errors import STORAGE_FAILED, StorageFailure
 
-ROOT = Path(__file__).parents[3]
 CARRIED = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -239,16 +236,9 @@ def test_command_leaves_accelerators_alone_and_tells_a_mistake_in_one_line(
 
 def test_help_is_quick_and_teaches():
     """Neither JAX nor anything heavier is imported for it."""
-    program = (
-        "import sys; from wedlm_jax.__main__ import main\n"
-        "try: main(['convert', '--help'])\n"
-        "finally: print(sorted({'jax', 'flax', 'orbax', 'rich'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert "wedlm convert ./WeDLM-8B ./WeDLM-8B-orbax" in done.stdout
-    assert done.stdout.endswith("[]\n")
+    printed, heavy = heavy_imports("convert", "--help")
+    assert "wedlm convert ./WeDLM-8B ./WeDLM-8B-orbax" in printed
+    assert heavy == ["numpy"]
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,15 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import safe_open
 
+from tests.examples.child import run_python
 from wedlm_jax.checkpoint.hf import write_config, write_weights
 from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.checkpoint.safetensors import DeferredArray
@@ -24,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc"),
 ]
 
-ROOT = Path(__file__).parents[3]
 
 QWEN3_1_7B = {
     "model_type": "qwen3",
@@ -94,14 +92,8 @@ def assert_holds_the_same(folder):
 
 def measured(*arguments):
     """Runs tests/hf_memory.py in a process of its own, whose peak is that of nothing else."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hf_memory", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = run_python("-m", "tests.hf_memory", *arguments, timeout=None, env=environment)
     assert done.returncode == 0, done.stderr
     print(done.stdout)
     return json.loads(done.stdout)

@@ -1,22 +1,18 @@
 """`wedlm info`: the facts, read from headers alone, and what is said of a bad folder."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from tests.examples.checkpoints import edit_config, hf_values, refused, set_tensors, write_tiny
+from tests.examples.child import heavy_imports
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint import open as opening
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.info import as_text, describe
 from wedlm_jax.checkpoint.model import load_checkpoint
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -152,20 +148,9 @@ def test_only_headers_are_read(folder):
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     with path.open("r+b") as file:
         file.truncate(8 + len(text) + end)
-    program = (
-        "import sys; from wedlm_jax.__main__ import main\n"
-        "main(['info', sys.argv[1]])\n"
-        "print(sorted({'jax', 'flax', 'orbax', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "parameters  68.72B" in done.stdout
-    assert done.stdout.endswith("[]\n")
+    printed, heavy = heavy_imports("info", folder)
+    assert "parameters  68.72B" in printed
+    assert heavy == ["numpy"]
 
 
 # --- the command -------------------------------------------------------------------------

@@ -1,12 +1,11 @@
 """The engine's loop, with an engine that says each request's prompt back, a token per step."""
 
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
+from tests.examples.child import run_python
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
@@ -214,9 +213,7 @@ stream = llm.stream("the cat", SamplingParams(max_tokens=200, ignore_eos=True))
 next(stream)
 {last}
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = run_python("-c", script, timeout=120)
     assert ended.returncode == (3 if "exit" in last else -2), ended.stderr
     assert "Fatal" not in ended.stderr
     assert "terminate" not in ended.stderr
@@ -243,9 +240,7 @@ llm = LLM({str(folder)!r}, window_size=0, max_batch_size=1)
 print("begun", time.time(), flush=True)
 exit_process(run_command("it", lambda: llm.generate("the cat")))
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = run_python("-c", script, timeout=120)
     took = time.time() - float(ended.stdout.split()[1])
     assert (ended.returncode, ended.stderr.splitlines()[-1]) == (130, "it: interrupted")
     assert took < 30

@@ -3,9 +3,8 @@
 import contextlib
 import logging
 import re
-import subprocess
-import sys
 
+from tests.examples.child import run_python
 from tests.infer.chat.terminal import Terminal
 from wedlm_jax.host import notices
 
@@ -19,9 +18,7 @@ notice("of %s", "ours")
 
 
 def test_a_notice_is_its_sentence_alone_whatever_libraries_do_to_logging():
-    done = subprocess.run(
-        [sys.executable, "-c", AFTER_A_LIBRARY], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", AFTER_A_LIBRARY)
     assert done.stderr.splitlines() == ["WARNING:absl:of absl", "of ours"]
 
 

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 
+from tests.examples.child import run_python
 from wedlm_jax.__main__ import main
 from wedlm_jax.errors import CompilingInterrupted
 from wedlm_jax.host.signals import StopRequest, compiled, signal_thread
@@ -110,8 +109,7 @@ def test_a_signal_noted_while_a_program_was_traced_does_not_wait_for_its_compile
 )
 def test_an_interrupted_command_does_not_wait_for_a_compiler(script, message):
     started = time.monotonic()
-    command = [sys.executable, "-c", BEGIN + script]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    ended = run_python("-c", BEGIN + script, timeout=50)
     assert (ended.returncode, ended.stderr) == (130, f"{message}\n")
     assert time.monotonic() - started < 40
 
