@@ -49,6 +49,7 @@ from flax import nnx
 # tell one bucket to refuse what its clients ask of another.
 from tests.emulated_bucket import bucket as bucket
 from tests.examples.decode import DRAWN, TINY, small_engine
+from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from tests.forward_sizes import one_size, two_sizes
 from tests.reference.full_forward import full_forward as reference_forward
 from wedlm_jax.engine.engine import Engine
@@ -132,6 +133,12 @@ def one_size_engine(tiny_model):
 @pytest.fixture(scope="session")
 def autoregressive_engine(tiny_model):
     return small_engine(tiny_model, window_size=0)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A tiny model's folder, not to be changed."""
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")

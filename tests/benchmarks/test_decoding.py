@@ -1,9 +1,7 @@
 """Benchmarks of decoding, on a tiny checkpoint: the same work, and what is counted is there."""
 
 import dataclasses
-import json
 
-import jax
 import pytest
 
 import benchmarks.attention
@@ -17,20 +15,15 @@ from benchmarks.chunks import CHUNK, products_of
 from benchmarks.options import SHAPES
 from benchmarks.work import mixed
 from infer.bench.subject import load_subject
+from tests.infer.bench.conftest import measured
+from tests.infer.few_questions import write_questions
 from wedlm_jax.errors import InputError
 from wedlm_jax.records.questions import read_questions
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
-    path = tmp_path_factory.mktemp("questions") / "heldout.jsonl"
-    rows = [
-        {"regime": regime, "kind": "k", "prompt": f"{i} +", "answer": "2", "match": match}
-        for regime, match in (("prose", None), ("reasoning", "contains"))
-        for i in range(8)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_questions(tmp_path_factory.mktemp("questions") / "heldout.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +34,6 @@ def given(checkpoint, questions):
 @pytest.fixture(scope="module")
 def subject(checkpoint):
     return load_subject({"model": str(checkpoint), "dtype": "float32"})
-
-
-def measured(benchmark, folder, arguments):
-    output = folder / "figures.json"
-    assert benchmark.main([*arguments.split(), "--output", str(output)]) == 0
-    result = json.loads(output.read_text(encoding="utf-8"))
-    assert result.pop("machine")["jax"] == jax.__version__
-    return result
 
 
 def test_the_work_is_the_same_every_time(subject, questions):
@@ -68,7 +53,7 @@ def test_a_forward_is_compared_with_its_products(given, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.floor, "FORWARDS_OF_MANY", 2)
     monkeypatch.setattr(benchmarks.floor, "PROMPTS", 2)
     options = "--batch-size 1 2 --window-size 0 2 --mode verified --passes 2"
-    read = measured(benchmarks.floor, tmp_path, f"{given} {options}")
+    read = measured(benchmarks.floor.main, tmp_path, f"{given} {options}")
     costs = read["floor"]
     assert [(cost["way"], cost["sequences"]) for cost in costs] == [
         ("AR", 1),
@@ -97,7 +82,7 @@ def test_gaps_between_bursts(given, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.gaps, "SHORTEST", 0.0)
     monkeypatch.setattr(benchmarks.gaps, "STREAM_SECONDS", 1e-9)  # a forward per burst
     arguments = f"{given} --batch-size 2 --window-size 0 --passes 1"
-    gaps = measured(benchmarks.gaps, tmp_path, arguments)["gaps"]
+    gaps = measured(benchmarks.gaps.main, tmp_path, arguments)["gaps"]
     assert [gap["way"] for gap in gaps] == [
         f"AR, {name}" for name in ("long bursts", "short, ahead", "short, by turns", "a grammar")
     ]
@@ -115,7 +100,7 @@ def test_gaps_between_bursts(given, tmp_path, monkeypatch):
 @pytest.mark.full
 def test_pages_and_memory(given, tmp_path):
     arguments = f"{given} --batch-size 4 --window-size 0"
-    (use,) = measured(benchmarks.pages, tmp_path, arguments)["pages"]
+    (use,) = measured(benchmarks.pages.main, tmp_path, arguments)["pages"]
     assert use["rectangles"] == 1
     assert 0 < use["held"] <= use["with spans"] <= 1
     assert 0 < use["useful"] <= 1
@@ -128,7 +113,8 @@ def test_a_long_prompt(tmp_path, monkeypatch):
     small = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1, vocab_size=64)
     monkeypatch.setitem(SHAPES, "embedded", small)
     monkeypatch.setattr(benchmarks.chunks, "QUIET_FORWARDS", 4)
-    (cost,) = measured(benchmarks.chunks, tmp_path, "--prompt-tokens 3072 --passes 1")["chunks"]
+    arguments = "--prompt-tokens 3072 --passes 1"
+    (cost,) = measured(benchmarks.chunks.main, tmp_path, arguments)["chunks"]
     assert cost["its first 1,024 tokens, alone, ms"] > 0
     assert cost["bursts without a token for one of them"] == 0
     assert cost["tokens per forward beside others"] <= 32
@@ -161,7 +147,7 @@ def test_a_shape_without_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmarks.floor, "RANDOM_TOKENS", 16)
     monkeypatch.setattr(benchmarks.floor, "PROMPTS", 1)
     arguments = "--shape qwen3-0.6b --batch-size 1 --window-size 0 --passes 1"
-    (cost,) = measured(benchmarks.floor, tmp_path, arguments)["floor"]
+    (cost,) = measured(benchmarks.floor.main, tmp_path, arguments)["floor"]
     assert cost["tokens"] == [1.0]
 
 

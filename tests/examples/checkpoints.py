@@ -59,8 +59,8 @@ def model_arrays(model):
     return {path: np.asarray(value) for path, value in arrays_from_model(model).items()}
 
 
-def edit_config(folder, remove=None, **changes):
-    path = folder / "config.json"
+def edit_json(path, remove=None, **changes):
+    """Replaces fields of a JSON file, or removes one."""
     raw = {**json.loads(path.read_text(encoding="utf-8")), **changes}
     raw.pop(remove, None)
     path.write_text(json.dumps(raw), encoding="utf-8")

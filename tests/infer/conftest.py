@@ -1,6 +1,5 @@
 """Tiny checkpoints for commands that decode, and models that are loaded and compiled once."""
 
-import json
 import shutil
 
 import pytest
@@ -11,21 +10,16 @@ import infer.generate
 import infer.harness.command
 import wedlm_jax.checkpoint.open
 from infer.flags import LLM_OPTIONS
+from tests.examples.checkpoints import edit_json
 from tests.examples.decode import EVERYTHING
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def stock(checkpoint, tmp_path_factory):
     """The same weights as a model that was not trained on masks."""
     folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("stock") / "qwen3")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+    edit_json(folder / "config.json", model_type="qwen3")
     return folder
 
 

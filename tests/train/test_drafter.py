@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.checkpoints import assert_same_bits, edit_json, hf_values
 from tests.examples.tiny_run import metric_lines, tiny_recipe
 from tests.examples.training import TINY
 from tests.train.test_evaluation import evaluations
-from tests.train.test_start import change
 from train.loop import train as run_training
 from train.recipe.config import DrafterSection, EvaluationSection, LoraSection, ModelSection
 from train.step_cost import model_flops, program_flops
@@ -46,7 +45,7 @@ def stock(finished, tmp_path_factory):
     """A checkpoint as people have them: no mask token, of an AR family."""
     folder = shutil.copytree(finished / "hf", tmp_path_factory.mktemp("stock") / "model")
     kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    change(folder / "config.json", **kind, mask_token_id=None)
+    edit_json(folder / "config.json", **kind, mask_token_id=None)
     return folder
 
 
@@ -150,7 +149,7 @@ def test_what_is_no_drafter_is_refused(file, harm, sentence, run, stock, tmp_pat
     if harm is None:
         path.unlink()
     elif isinstance(harm, dict):
-        change(path, **harm)
+        edit_json(path, **harm)
     else:
         path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(InputError, match=sentence):

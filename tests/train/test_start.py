@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from tests.examples.checkpoints import edit_json
 from tests.examples.data import CHAT
 from tests.examples.tiny_checkpoint import EOS, write_tiny_checkpoint
 from tests.examples.tiny_run import tiny_recipe
@@ -24,11 +25,6 @@ from wedlm_jax.errors import InputError
 
 def recipe(folder, **architecture):
     return TrainConfig(model=ModelSection(init_from=str(folder), architecture=architecture))
-
-
-def change(path, **fields):
-    """Replaces fields of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 @pytest.fixture
@@ -66,11 +62,11 @@ def qwen(tmp_path):
     """An AR checkpoint whose vocabulary has rows that its tokenizer, without a mask, leaves."""
     folder = write_tiny_checkpoint(tmp_path / "qwen")
     kind = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    change(folder / "config.json", **kind, mask_token_id=None)
+    edit_json(folder / "config.json", **kind, mask_token_id=None)
     tokenizer = train_tokenizer(["a b c"], 262, special_tokens=SPECIALS)
     tokenizer.add_tokens(["<tool>"])
     save_tokenizer(tokenizer, folder)
-    change(folder / "tokenizer_config.json", mask_token=None)
+    edit_json(folder / "tokenizer_config.json", mask_token=None)
     return folder
 
 
@@ -106,7 +102,7 @@ def test_a_run_that_goes_on_keeps_its_own(qwen, tmp_path):
     tool = tool_id(qwen)
     (output / "model").mkdir(parents=True)
     shutil.copy(qwen / "config.json", output / "model")
-    change(output / "model" / "config.json", mask_token_id=tool)
+    edit_json(output / "model" / "config.json", mask_token_id=tool)
     # There is no state yet that was trained with it, and then there is.
     assert recipe_model(config, qwen).mask_token_id == fresh
     assert recipe_model(config, qwen, output).mask_token_id == tool
@@ -136,7 +132,7 @@ def test_text_that_has_the_mask_token_is_told(qwen, tmp_path, capsys):
     assert f"mask token {tool} (<tool>)" in said
     assert f"{rows}: the text has the mask token {tool} 2 times" in said
     # Of a model that has chosen, it is told when the text is tokenised.
-    change(qwen / "config.json", mask_token_id=tool)
+    edit_json(qwen / "config.json", mask_token_id=tool)
     assert tokenize([*options, "--tokenizer", str(qwen), "--output", f"{rows}2"]) == 0
     assert f"input: the text has the mask token {tool} 2 times" in capsys.readouterr().out
 
@@ -148,7 +144,7 @@ DOCUMENT = 0
 @pytest.fixture
 def plain_base(tmp_path):
     folder = write_tiny_checkpoint(tmp_path / "base")
-    change(folder / "config.json", eos_token_id=DOCUMENT)
+    edit_json(folder / "config.json", eos_token_id=DOCUMENT)
     generation = {"eos_token_id": DOCUMENT, "max_new_tokens": 2048}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder

@@ -1,13 +1,13 @@
 """The Python API: order, parameters, streaming, independence of batches, and what is refused."""
 
 import dataclasses
-import json
 import math
 from functools import partial
 
 import numpy as np
 import pytest
 
+from tests.examples.checkpoints import edit_json
 from tests.examples.decode import EVERYTHING, as_if_first
 from tests.examples.tiny_checkpoint import (
     CONTEXT,
@@ -35,13 +35,8 @@ SMALL = {"max_batch_size": 4, "deterministic": True}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def llm(folder):
-    llm = LLM(folder, window_size=4, **SMALL)
+def llm(checkpoint):
+    llm = LLM(checkpoint, window_size=4, **SMALL)
     llm.warm_up(EVERYTHING)
     return llm
 
@@ -185,8 +180,8 @@ def test_bad_words_as_texts(llm, whole):
 # --- programs and devices ----------------------------------------------------------------
 
 
-def test_after_a_warm_up_nothing_is_compiled(folder, whole):
-    llm = LLM(folder, window_size=4, **SMALL)
+def test_after_a_warm_up_nothing_is_compiled(checkpoint, whole):
+    llm = LLM(checkpoint, window_size=4, **SMALL)
     llm.warm_up([SAMPLED, VERIFIED])
     programs, spent = llm.engine.num_programs, llm.engine.compile_seconds
     assert spent > 0
@@ -370,9 +365,9 @@ def test_refused_calls(llm, call, message):
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: expected one of int8, None, not 'fp8'"),
     ],
 )
-def test_refused_settings(folder, arguments, message):
+def test_refused_settings(checkpoint, arguments, message):
     with pytest.raises(InputError, match=message):
-        LLM(folder, **arguments)
+        LLM(checkpoint, **arguments)
 
 
 def test_missing_models(tmp_path, monkeypatch):
@@ -383,8 +378,8 @@ def test_missing_models(tmp_path, monkeypatch):
         find_model(None)
 
 
-def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(folder, capsys):
-    fresh = LLM(folder, window_size=4)
+def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(checkpoint, capsys):
+    fresh = LLM(checkpoint, window_size=4)
     fresh.prepare_one([5, 6], PLAIN)
     fresh.prepare_one("<|im_start|>user\na<|im_end|>\n", PLAIN)
     fresh.prepare_one(fresh.chat_prompt([{"role": "user", "content": "a"}]), PLAIN)
@@ -392,14 +387,13 @@ def test_a_model_with_a_chat_template_says_once_that_a_text_goes_without_them(fo
     fresh.prepare(["a", "b"], PLAIN)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        f"plain-text prompts are completed without the chat template of {folder};"
+        f"plain-text prompts are completed without the chat template of {checkpoint};"
     )
 
 
 def test_a_model_without_masks_says_once_that_it_decodes_autoregressively(tmp_path, capsys):
     qwen = write_tiny_checkpoint(tmp_path / "qwen")
-    config = json.loads((qwen / "config.json").read_text(encoding="utf-8"))
-    (qwen / "config.json").write_text(json.dumps(config | {"model_type": "qwen3"}))
+    edit_json(qwen / "config.json", model_type="qwen3")
     LLM(qwen, window_size=0).prepare_one([5, 6], PLAIN)
     fresh = LLM(qwen)
     masks = SamplingParams(draft="masks")

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.examples.decode import as_if_first
-from tests.examples.tiny_checkpoint import PROMPTS, write_tiny_checkpoint
+from tests.examples.tiny_checkpoint import PROMPTS
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -27,9 +27,8 @@ def _a_forward_per_burst(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-    llm = LLM(folder, window_size=4, max_batch_size=4, deterministic=True)
+def llm(checkpoint):
+    llm = LLM(checkpoint, window_size=4, max_batch_size=4, deterministic=True)
     llm.warm_up(PARAMS)
     return llm
 

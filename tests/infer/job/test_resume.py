@@ -14,6 +14,7 @@ import pytest
 
 from infer.job.part_file import FORMAT, PartFile
 from infer.job.shard_folder import _part_records
+from tests.examples.checkpoints import edit_json
 from tests.infer.job.job_examples import (
     ask_to_end,
     contents,
@@ -293,8 +294,7 @@ def test_another_job_is_refused_until_its_rows_may_go(work, model, quick, capsys
     write(words(10))
     write([*words(9), {"prompt": "b"}], "other.jsonl")
     other = Path(shutil.copytree(model, work / "other"))
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "rope_theta": 5e5}))
+    edit_json(other / "config.json", rope_theta=5e5)
     interrupt(3, model, "--shard-size", "4", output="out")
 
     def files():

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.decode import TINY, Case, requests_of, run, small_engine
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.attention.pages import Int8Rows, to_float, to_int8
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
@@ -124,11 +123,10 @@ def test_a_head_of_its_own_is_rounded_too():
     assert 0 < jnp.abs(rounded - exact).max() < 0.02 * jnp.abs(exact).max()
 
 
-def test_a_checkpoint_is_decoded_with_both(tmp_path_factory):
-    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+def test_a_checkpoint_is_decoded_with_both(checkpoint):
     small = {"window_size": 2, "max_batch_size": 1, "deterministic": True}
-    plain = LLM(folder, **small)
-    rounded = LLM(folder, quantization="int8", kv_cache_dtype="int8", **small)
+    plain = LLM(checkpoint, **small)
+    rounded = LLM(checkpoint, quantization="int8", kv_cache_dtype="int8", **small)
     assert rounded.engine.memory.weights < 0.8 * plain.engine.memory.weights
     result = rounded.generate("the cat", SamplingParams(max_tokens=8))[0]
     assert len(result.token_ids) <= 8

@@ -10,7 +10,7 @@ import pytest
 
 from tests.examples.checkpoints import (
     assert_same_bits,
-    edit_config,
+    edit_json,
     every_float16_pattern,
     hf_values,
     model_arrays,
@@ -78,7 +78,7 @@ def test_round_trip_is_bit_exact(tmp_path, style, dtype):
 
 def test_config_that_is_silent_is_told_by_the_parameters(hf, tmp_path):
     for part in PARTS:
-        edit_config(hf, remove=part)
+        edit_json(hf / "config.json", remove=part)
     convert(hf, tmp_path / "b")
     convert(tmp_path / "b", tmp_path / "c")
     assert_same_bits(hf_values(tmp_path / "c"), hf_values(hf))
@@ -98,7 +98,7 @@ def test_dtype_is_cast_and_named(pair, tmp_path, source, to):
 
 
 def test_older_name_of_the_dtype_field_is_kept(hf, tmp_path):
-    edit_config(hf, remove="dtype", torch_dtype="float32")
+    edit_json(hf / "config.json", remove="dtype", torch_dtype="float32")
     convert(hf, tmp_path / "b", to="hf", dtype="float16")
     raw = config_of(tmp_path / "b")
     assert (raw["torch_dtype"], "dtype" in raw) == ("float16", False)
@@ -253,7 +253,7 @@ def test_help_is_quick_and_teaches():
 def test_export_finds_the_family_that_fits_even_where_config_json_is_silent(tmp_path, fields, name):
     hf, out = write_tiny(tmp_path / "hf", **fields), tmp_path / "out"
     for part in PARTS:
-        edit_config(hf, remove=part)
+        edit_json(hf / "config.json", remove=part)
     assert main(["export", str(hf), str(out)]) == 0
     assert config_of(out)["model_type"] == name
     config = HFCheckpoint(out).config

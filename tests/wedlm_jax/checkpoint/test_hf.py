@@ -11,7 +11,7 @@ from safetensors.numpy import save
 from infer.evaluate import decoders_at
 from infer.flags import sampling_params
 from infer.generate import load, parser
-from tests.examples.checkpoints import edit_config, refused, set_tensors, write_tiny
+from tests.examples.checkpoints import edit_json, refused, set_tensors, write_tiny
 from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.checkpoint.hf import GENERATION_CONFIG, INDEX, HFCheckpoint, read_generation_config
 from wedlm_jax.checkpoint.model import load_checkpoint
@@ -30,7 +30,7 @@ def with_tensor(name, value):
 
 
 def with_config(**changes):
-    return lambda folder: edit_config(folder, **changes)
+    return lambda folder: edit_json(folder / "config.json", **changes)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.examples.checkpoints import edit_config, hf_values, refused, set_tensors, write_tiny
+from tests.examples.checkpoints import edit_json, hf_values, refused, set_tensors, write_tiny
 from tests.examples.child import heavy_imports
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint import open as opening
@@ -100,7 +100,7 @@ AR = "AR, with drafts from the text"
 )
 def test_what_the_text_says(tmp_path, written, changes, name, message):
     folder = write_tiny(tmp_path / "模型", **written)
-    edit_config(folder, **changes)
+    edit_json(folder / "config.json", **changes)
     assert line(folder, name).startswith(message)
 
 
@@ -137,7 +137,7 @@ def test_only_headers_are_read(folder):
     """Neither JAX nor a tensor's values are needed: a sparse file of 137 GB answers at once."""
     path = folder / "model.safetensors"
     shapes = {name: list(x.shape) for name, x in load_file(path).items()}
-    edit_config(folder, vocab_size=2**31)
+    edit_json(folder / "config.json", vocab_size=2**31)
     shapes["lm_head.weight"] = shapes["model.embed_tokens.weight"] = [2**31, 16]
     header, end = {}, 0
     for name, shape in shapes.items():

@@ -6,7 +6,6 @@ import time
 import pytest
 
 from tests.examples.child import run_python
-from tests.examples.tiny_checkpoint import write_tiny_checkpoint
 from wedlm_jax.completion import Completion
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.engine.loop import Caller, EngineLoop
@@ -203,12 +202,11 @@ def test_tokens_are_held_for_a_patient_caller_and_a_last_event_is_not():
 @pytest.mark.parametrize(
     "last", [pytest.param("sys.exit(3)", marks=pytest.mark.full), "raise KeyboardInterrupt"]
 )
-def test_the_interpreter_ends_while_a_stream_is_under_way(tmp_path, last):
-    folder = write_tiny_checkpoint(tmp_path / "tiny")
+def test_the_interpreter_ends_while_a_stream_is_under_way(checkpoint, last):
     script = f"""
 import sys
 from wedlm_jax import LLM, SamplingParams
-llm = LLM({str(folder)!r}, window_size=0, max_batch_size=1)
+llm = LLM({str(checkpoint)!r}, window_size=0, max_batch_size=1)
 stream = llm.stream("the cat", SamplingParams(max_tokens=200, ignore_eos=True))
 next(stream)
 {last}
@@ -219,9 +217,8 @@ next(stream)
     assert "terminate" not in ended.stderr
 
 
-def test_a_command_that_is_interrupted_does_not_wait_for_a_step(tmp_path):
+def test_a_command_that_is_interrupted_does_not_wait_for_a_step(checkpoint):
     """As one in which programs are traced, before they are compiled."""
-    folder = write_tiny_checkpoint(tmp_path / "tiny")
     script = f"""
 import os, signal, sys, threading, time
 from wedlm_jax import LLM
@@ -236,7 +233,7 @@ def step(*_, **__):
         pass
 
 Engine.step = step
-llm = LLM({str(folder)!r}, window_size=0, max_batch_size=1)
+llm = LLM({str(checkpoint)!r}, window_size=0, max_batch_size=1)
 print("begun", time.time(), flush=True)
 exit_process(run_command("it", lambda: llm.generate("the cat")))
 """

@@ -1,12 +1,12 @@
 """Texts under schemas and expressions, from a model that knows nothing."""
 
 import dataclasses
-import json
 import re
 
 import numpy as np
 import pytest
 
+from tests.examples.checkpoints import edit_json
 from tests.examples.schemas import fits, random_schema
 from tests.examples.tiny_checkpoint import TEXTS, write_tiny_checkpoint
 from wedlm_jax.llm import LLM
@@ -19,8 +19,7 @@ LONGEST = 900
 def llm(tmp_path_factory):
     """Of random weights, with room for long answers."""
     folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1000}))
+    edit_json(folder / "config.json", max_position_embeddings=1000)
     llm = LLM(folder, window_size=4, max_batch_size=8, deterministic=True)
     llm.warm_up(
         [
