@@ -152,9 +152,8 @@ def rows_of(some, *, padding=2):
     named = [(i, *row) for i, one in enumerate(some) for row in one.rows()]
     padded = [*named, *[(0, 0, False)] * padding]
     sequence, slot, is_mask = (jnp.array(column) for column in zip(*padded, strict=True))
-    valid = jnp.arange(len(padded)) < len(named)
     sees = jnp.where(is_mask, SLOTS, slot)
-    return HeadRows(sequence, slot, valid, is_mask, sees), named
+    return HeadRows(sequence, slot, is_mask, sees), named
 
 
 ROWS = 40

@@ -52,7 +52,6 @@ class ProgramCost:
       collective_count: by kind of collective, how often it runs.
       sent_bytes: bytes that leave a device in collectives within a slice, each run as a ring.
       slice_bytes: bytes that leave a device in collectives between slices.
-      unknown_loops: how many loops have an unknown trip count.
     """
 
     dot_flops: int = 0
@@ -61,7 +60,6 @@ class ProgramCost:
     collective_count: dict[str, int] = dataclasses.field(default_factory=dict)
     sent_bytes: float = 0.0
     slice_bytes: float = 0.0
-    unknown_loops: int = 0
 
 
 def program_cost(
@@ -120,7 +118,6 @@ class _Counter:
                 if instruction.opcode == "while"
                 else 1
             )
-            self.cost.unknown_loops += trips is None
             inside = fused or instruction.opcode == "fusion"
             for callee in instruction.callees:
                 if callee in self.program.computations:

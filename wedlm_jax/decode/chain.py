@@ -112,7 +112,7 @@ def chained_drafts(
         at, slot, column, here = this
         own = Candidates(*(x[each, column] for x in candidates))
         logits = own.logprobs + model.logit_corrections(hidden[at], before, own.tokens)
-        rows = HeadRows(each, slot, here, jnp.ones_like(here), slot)
+        rows = HeadRows(each, slot, jnp.ones_like(here), slot)
         token = choose_candidates(logits, own.tokens, state, options, rows)
         return token, (token, _entropy(logits, own.logprobs))
 

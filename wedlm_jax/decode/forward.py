@@ -267,7 +267,7 @@ def _head_rows(
     physical = plan.place[sequence, row_slot]
     physical = jnp.where(number < 0, physical, state.active[sequence] + number)
     at = plan.starts[sequence] + plan.chunk[sequence] + physical
-    return HeadRows(sequence, slot, valid, is_mask, sees), jnp.where(valid, at, 0)
+    return HeadRows(sequence, slot, is_mask, sees), jnp.where(valid, at, 0)
 
 
 def _guess(

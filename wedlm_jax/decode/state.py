@@ -227,7 +227,6 @@ class HeadRows:
     Attributes:
       sequence: int32, the row's sequence, 0 .. N-1; 0 for padding.
       slot: int32, the window slot whose token the row predicts.
-      valid: bool, False for padding.
       is_mask: bool, whether the row is a mask, which predicts its own token; otherwise it is the
         row of the token before the slot, which predicts the next one.
       sees: int32, the row sees the filled slots of its window that are before this one: P for a
@@ -236,7 +235,6 @@ class HeadRows:
 
     sequence: Array
     slot: Array
-    valid: Array
     is_mask: Array
     sees: Array
 

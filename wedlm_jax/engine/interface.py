@@ -327,7 +327,6 @@ class Counters:
       places_spanned: tokens after these that the next forwards write.
       prefix_tokens: tokens found in the prefix cache when their sequence was admitted.
       prompt_tokens: prompt tokens that had to be computed.
-      recomputed_tokens: tokens computed again after a preemption.
       preemptions: how often a sequence was preempted.
     """
 
@@ -341,5 +340,4 @@ class Counters:
     places_spanned: int
     prefix_tokens: int
     prompt_tokens: int
-    recomputed_tokens: int
     preemptions: int

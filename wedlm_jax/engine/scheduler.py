@@ -99,7 +99,7 @@ class Scheduler:
         self._refused: list[Event] = []
         self._arrivals = itertools.count()
         self._released: list[int] = []
-        self._prefix_tokens = self._prompt_tokens = self._recomputed_tokens = 0
+        self._prefix_tokens = self._prompt_tokens = 0
         self._preemptions = 0
         self._progress = self._pages_are_short = False
         self._flight: _Flight | None = None
@@ -377,8 +377,6 @@ class Scheduler:
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = cached
             self._prompt_tokens += len(text) - cached
-        else:
-            self._recomputed_tokens += len(text) - cached
         self._prefix_tokens += cached
         resume, sequence.resume = sequence.resume, None
         return Admission(
@@ -521,7 +519,6 @@ class Scheduler:
             places_spanned=sum(spans),
             prefix_tokens=self._prefix_tokens,
             prompt_tokens=self._prompt_tokens,
-            recomputed_tokens=self._recomputed_tokens,
             preemptions=self._preemptions,
         )
 
