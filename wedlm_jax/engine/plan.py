@@ -415,7 +415,7 @@ class Admitter:
         length of the prefix in full pages, in tokens."""
         best, most = None, 0
         size = replica.pages.page_size
-        for maker in replica.running if replica.reuse else ():
+        for maker in replica.running:
             if not maker.is_prefilling or self._has_waited(sequence, maker):
                 continue
             limit = min(len(sequence.text) - 1, maker.text_length_admitted)

@@ -20,7 +20,6 @@ class Replica:
       num_sequences: N.
       num_pages, page_size: the size of its cache; see `Pages`.
       table: int32 ``[N, max_pages]``, the page table, which the replica fills in.
-      reuse: whether prefixes are cached.
     """
 
     def __init__(
@@ -31,9 +30,8 @@ class Replica:
         num_pages: int,
         page_size: int,
         table: np.ndarray,
-        reuse: bool = True,
     ):
-        self.number, self.num_sequences, self.reuse = number, num_sequences, reuse
+        self.number, self.num_sequences = number, num_sequences
         self.pages = Pages(num_pages, page_size)
         self.tree = PrefixTree(self.pages)
         self.running: list[SequenceState] = []
@@ -75,13 +73,11 @@ class Replica:
     def cached(self, sequence: SequenceState) -> list[Node]:
         """Returns the pages of the longest cached prefix of a waiting sequence's text; never of the
         whole text, since its last token must be computed to predict the next one."""
-        return self.tree.match(sequence.text, len(sequence.text) - 1) if self.reuse else []
+        return self.tree.match(sequence.text, len(sequence.text) - 1)
 
     def store(self, sequence: SequenceState) -> None:
         """Moves a sequence's pages that are full of final keys and values into the tree. If the
         tree has their text already, the sequence continues with the tree's pages."""
-        if not self.reuse:
-            return
         size, place = self.pages.page_size, len(sequence.nodes)
         for _ in range(sequence.num_computed // size - place):
             page, above = sequence.own.pop(0), sequence.nodes[-1] if sequence.nodes else None

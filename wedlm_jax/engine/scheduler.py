@@ -67,17 +67,9 @@ class Scheduler:
       device: runs the forwards.
       sizes: sizes of the device.
       windows: chooses the windows.
-      reuse_prefixes: whether computed prefixes are kept for other sequences that share them.
     """
 
-    def __init__(
-        self,
-        device: ForwardRunner,
-        sizes: SchedulerSizes,
-        windows: WindowChoice,
-        *,
-        reuse_prefixes: bool = True,
-    ):
+    def __init__(self, device: ForwardRunner, sizes: SchedulerSizes, windows: WindowChoice):
         self._device, self._sizes, self._windows = device, sizes, windows
         count = sizes.sequences_each
         self._table = np.zeros((sizes.replicas * count, sizes.max_pages), np.int32)
@@ -88,7 +80,6 @@ class Scheduler:
                 num_pages=sizes.num_pages,
                 page_size=sizes.page_size,
                 table=self._table[number * count : (number + 1) * count],
-                reuse=reuse_prefixes,
             )
             for number in range(sizes.replicas)
         ]

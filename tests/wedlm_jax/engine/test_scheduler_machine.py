@@ -57,10 +57,9 @@ class Machine(RuleBasedStateMachine):
         pages=st.integers(20, 60) | st.integers(20, 26),
         chunk=st.integers(2, 40),
         burst=st.integers(1, 12),
-        reuse=st.booleans() | st.just(True),
         seed=st.integers(0, 99),
     )
-    def begin(self, replicas, sequences, pages, chunk, burst, reuse, seed):
+    def begin(self, replicas, sequences, pages, chunk, burst, seed):
         sizes = small_sizes(
             replicas=replicas,
             sequences_each=sequences,
@@ -70,9 +69,8 @@ class Machine(RuleBasedStateMachine):
             max_text=LONGEST,
         )
         self.device = FakeDevice(sizes, seed)
-        windows = ShiftingWindows(WINDOW, seed)
-        self.scheduler = Scheduler(self.device, sizes, windows, reuse_prefixes=reuse)
-        self.num_replicas, self.reuse = replicas, reuse
+        self.scheduler = Scheduler(self.device, sizes, ShiftingWindows(WINDOW, seed))
+        self.num_replicas = replicas
         self.submitted = []
         self.live = {}
         self.tokens = {}
@@ -180,7 +178,6 @@ class Machine(RuleBasedStateMachine):
         assert not self.live, "not done in time"
         assert not self.scheduler.has_work
         assert self.scheduler.counters.pages_used == 0
-        assert self.reuse or self.scheduler.counters.pages_cached == 0
         self.scheduler.forget_prefixes()
         self.scheduler.check_accounts()
         assert self.scheduler.counters.pages_free == self.scheduler.counters.pages
