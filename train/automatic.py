@@ -14,12 +14,9 @@ in the folder of compiled programs.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,7 +30,7 @@ from train.recipe.phases import largest_phase, phases_of, source_names
 from train.step_cost import peak_bytes
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
-from wedlm_jax.host.atomic import write_json
+from wedlm_jax.host.compiled_cache import folder_of_jax, recalled, remember
 from wedlm_jax.host.processes import is_first, say, sum_over_all
 from wedlm_jax.host.progress import saying_once
 from wedlm_jax.model.layers import POLICIES
@@ -41,7 +38,7 @@ from wedlm_jax.packing import prediction_blocks, trainable_blocks
 
 SPARE = 0.1
 """Share of a device's memory that a policy must leave free for fragmentation and other programs."""
-REMEMBERED = "remat.json"
+KIND = "remat"
 
 LEAST_TOKENS = 4096
 """The minimum number of tokens per device and micro-batch, in both streams. With fewer, gathering
@@ -131,7 +128,7 @@ def settled(
     policies = POLICIES[1:] if platform == "tpu" else POLICIES
     parts = possible_parts(config, mesh)
     key = _key(config, model, [kind, mesh.devices.size, capacity, parts])
-    match _remembered().get(key):
+    match recalled(folder_of_jax(), KIND, key):
         case [policy, count] if policy in policies and count in parts:
             how = "as remembered"
         case _:
@@ -149,7 +146,8 @@ def settled(
     found = np.array([POLICIES.index(policy), count]) if is_first() else np.zeros(2, np.int64)
     index, count = (int(number) for number in sum_over_all(found))
     policy = POLICIES[index]
-    _remember(key, (policy, count))
+    if is_first():
+        remember(folder_of_jax(), KIND, key, [policy, count])
     settled = chosen(config, policy, count)
     cut = f", {settled.rows} rows in each of {settled.accumulation} micro-batches"
     say(f"loss.remat: {policy}{cut if count > 1 else ''}, {how}")
@@ -195,8 +193,8 @@ def chosen(config: TrainConfig, policy: str, parts: int = 1) -> TrainConfig:
     return dataclasses.replace(config, loss=loss, phases=phases, **sizes)
 
 
-def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
-    """Returns a digest of everything that the memory of a step depends on."""
+def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> dict[str, Any]:
+    """Returns everything that the memory of a step depends on."""
     fields = dataclasses.asdict(largest_phase(config).config)
     sizes = ("rows", "accumulation", "row_length", "block_size", "prediction_blocks")
     kinds = ("objective", "quantized_training", "mesh", "loss", "lora")
@@ -206,30 +204,7 @@ def _key(config: TrainConfig, model: ModelConfig, devices: list[Any]) -> str:
     given |= {"averaged": optimizer["average"] > 0, "norms": fields["metrics"]["norms"]}
     # A resumed run reads its own description, which is a WeDLM's even if it began with another.
     model = dataclasses.replace(model, model_type="wedlm")
-    given |= {"model": repr(model), "devices": devices, "jax": jax.__version__}
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
-
-
-def _memory() -> Path | None:
-    """Returns the file of remembered results; None without a folder of compiled programs."""
-    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return Path(folder) / REMEMBERED if folder and "://" not in folder else None
-
-
-def _remembered() -> dict[str, Any]:
-    path = _memory()
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path else {}
-    except (OSError, ValueError):
-        return {}  # the file only saves time
-    return found if isinstance(found, dict) else {}
-
-
-def _remember(key: str, found: tuple[str, int]) -> None:
-    path = _memory()
-    if path is not None and is_first() and _remembered().get(key) != [*found]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, _remembered() | {key: [*found]})
+    return given | {"model": repr(model), "devices": devices, "jax": jax.__version__}
 
 
 def with_prediction_blocks(

@@ -15,16 +15,15 @@ affects only the level.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from wedlm_jax.errors import InputError
-from wedlm_jax.host.atomic import write_json
+from wedlm_jax.host.compiled_cache import recalled, remember
+
+KIND = "forward-costs"
 
 Floats = np.ndarray
 """float64."""
@@ -198,19 +197,8 @@ def kept_table(
       key: everything that costs depend on: kind of device, model, dtype, sizes, versions.
       measured: function that measures a table.
     """
-    if folder is None:
-        return measured()
-    text = json.dumps(key, sort_keys=True, default=str)
-    path = folder / f"forward-costs-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-    try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["key"] == json.loads(text):
-            return CostTable(**kept["table"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # missing or damaged: measured again
+    with contextlib.suppress(TypeError, ValueError):  # missing or damaged: measured again
+        return CostTable(**recalled(folder, KIND, key))
     table = measured()
-    # A folder that cannot be written to only costs another measurement next time.
-    with contextlib.suppress(OSError, InputError):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"key": json.loads(text), "table": table.as_json()})
+    remember(folder, KIND, key, table.as_json())
     return table

@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from wedlm_jax.engine.costs import OVERHEAD, CostTable, kept_table
 from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.interface import Admission, Burst, Report, Request
+from wedlm_jax.host.compiled_cache import folder_of_jax
 from wedlm_jax.host.progress import MEASURING
 from wedlm_jax.params import SamplingParams
 
@@ -56,15 +57,13 @@ def forward_costs(device: Device, mesh: Mesh | None, folder: Path | None = None)
       mesh: the model's mesh; None for a single device.
       folder: where the engine's programs are stored; by default JAX's compilation cache.
     """
-    if folder is None and jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        folder = Path(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
 
     def found() -> CostTable:
         device.compile(device.traits)
         with device.programs.busy(MEASURING):
             return measured(device)
 
-    return kept_table(folder, _key(device, mesh), found)
+    return kept_table(folder or folder_of_jax(), _key(device, mesh), found)
 
 
 def _key(device: Device, mesh: Mesh | None) -> dict[str, Any]:

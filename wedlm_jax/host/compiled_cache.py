@@ -1,4 +1,5 @@
-"""Keeps compiled programs on disk, so that what was compiled once is not compiled again.
+"""Keeps compiled programs on disk, so that what was compiled once is not compiled again; and, next
+to them, what was measured with them.
 
 Training uses JAX's own cache. It keeps what XLA makes of a program, but finds it only by tracing
 and lowering that program again, which for a decoder takes three times as long as loading it.
@@ -11,15 +12,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import pickle
 import platform
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.errors import InputError, StorageFailure
+from wedlm_jax.host.atomic import write_json
 from wedlm_jax.host.notices import log
 from wedlm_jax.host.storage import absolute, cache_folder, source_digest
 
@@ -52,6 +56,36 @@ def program_folder() -> Path | None:
     if not enabled or jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return None
     return cache_folder() / "programs"
+
+
+def folder_of_jax() -> Path | None:
+    """Returns the folder on this machine in which JAX keeps what it compiles; None without one."""
+    import jax
+
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    return Path(folder) if folder and "://" not in folder else None
+
+
+def recalled(folder: Path | None, kind: str, key: Mapping[str, Any]) -> Any:
+    """Returns what `remember` has stored in a folder; None if there is none, or it is damaged."""
+    if folder is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(_remembered(folder, kind, key).read_text(encoding="utf-8"))
+    return None
+
+
+def remember(folder: Path | None, kind: str, key: Mapping[str, Any], value: Any) -> None:
+    """Stores a value, to be found again by its kind and by everything that it depends on. A folder
+    that cannot be written to only costs another measurement next time; None stores nothing."""
+    if folder is not None:
+        with contextlib.suppress(OSError, InputError, StorageFailure):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(_remembered(folder, kind, key), value)
+
+
+def _remembered(folder: Path, kind: str, key: Mapping[str, Any]) -> Path:
+    text = json.dumps(key, sort_keys=True, default=str)
+    return folder / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 class ProgramStore:
