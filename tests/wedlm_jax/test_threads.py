@@ -8,6 +8,7 @@ import pytest
 
 from tests.examples.decode import as_if_first
 from tests.examples.tiny_checkpoint import PROMPTS
+from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
@@ -107,7 +108,7 @@ def test_threads_that_generate_stream_and_score_at_once(llm, expected):
         assert results[len(PARAMS) + number] == expected[number]
     assert results[-1] == [scored] * 3
     assert_idle(llm)
-    llm.engine.scheduler.check_accounts()
+    check_accounts(llm.engine.scheduler)
 
 
 def test_a_stream_that_nobody_reads_holds_up_nobody(llm, expected):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 TRASH_PAGE = 0
 """The page that padding is written to; no sequence ever gets it."""
@@ -91,25 +91,6 @@ class Pages:
         self._holders[page] -= 1
         if not self._holders[page]:
             self._free.append(page)
-
-    def check(self, holders: Mapping[int, int]) -> None:
-        """Checks the counts against the actual holders.
-
-        Args:
-          holders: the number of holders of each page that has any.
-
-        Raises:
-          PageError: a page has leaked, has an uncounted holder, or is both free and held.
-        """
-        for page in range(self.num_pages):
-            counted, actual = self._holders[page], holders.get(page, 0)
-            if counted != actual:
-                raise PageError(f"page {page} has {actual} holders, but its count is {counted}")
-        free = set(self._free)
-        held = {page for page, count in holders.items() if count}
-        everything = set(range(TRASH_PAGE + 1, self.num_pages))
-        if len(free) != len(self._free) or free & held or free | held != everything:
-            raise PageError("not every page is either free or held, exactly once")
 
 
 # --- Prefixes that stay in the cache ---------------------------------------------------------
@@ -229,14 +210,6 @@ class PrefixTree:
             freed += 1
             self._offer(above)
         return freed
-
-    def held(self) -> Iterator[int]:
-        """Yields all pages that the tree holds."""
-        nodes = list(self._root.children.values())
-        while nodes:
-            node = nodes.pop()
-            yield node.page
-            nodes.extend(node.children.values())
 
     def _is_evictable_leaf(self, node: Node) -> bool:
         there = node.parent is not None and not node.children

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Iterable
 
 import numpy as np
 
-from wedlm_jax.engine.pages import Node, PageError, Pages, PrefixTree, page_key
+from wedlm_jax.engine.pages import Node, Pages, PrefixTree, page_key
 from wedlm_jax.engine.sequence import SequenceState
 
 
@@ -146,39 +144,3 @@ class Replica:
 
     def _row(self, sequence: SequenceState) -> np.ndarray:
         return self._table[sequence.index - self._first]
-
-    # --- checks -------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Checks all bookkeeping against the pages actually held; slow, for tests.
-
-        Raises:
-          PageError: the bookkeeping is wrong.
-        """
-        held = Counter(self.tree.held())
-        if len(held) != self.tree.num_pages or set(held.values()) - {1}:
-            raise PageError("the prefix tree counts its pages wrongly")
-        own: Counter[int] = Counter()
-        for sequence in self.running:
-            own.update(sequence.own)
-            held.update(node.page for node in sequence.nodes)
-            self._check_row(sequence)
-        if set(own.values()) - {1} or own.keys() & held.keys():
-            raise PageError("a page that belongs to one sequence is held by another")
-        held.update(own)
-        self.pages.check(held)
-        alone = sum(self.pages.holders(page) == 1 for page in self.tree.held())
-        if alone != self.tree.num_evictable:
-            raise PageError(f"{alone} pages can be evicted, not {self.tree.num_evictable}")
-        self._check_indices(self.running)
-
-    def _check_row(self, sequence: SequenceState) -> None:
-        row = [*(node.page for node in sequence.nodes), *sequence.own]
-        row += [0] * (self._table.shape[1] - len(row))
-        if self._row(sequence).tolist() != row:
-            raise PageError(f"the page table of request {sequence.number} is wrong")
-
-    def _check_indices(self, running: Iterable[SequenceState]) -> None:
-        indices = sorted([*self._free_indices, *(one.index for one in running)])
-        if indices != list(range(self._first, self._first + self._table.shape[0])):
-            raise PageError("not every index is either free or taken, exactly once")

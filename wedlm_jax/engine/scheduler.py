@@ -512,17 +512,3 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             preemptions=self._preemptions,
         )
-
-    def check_accounts(self) -> None:
-        """Checks all bookkeeping of pages against the pages actually held; slow, for tests.
-
-        Raises:
-          PageError: the bookkeeping of pages is wrong.
-          RuntimeError: a request is lost.
-        """
-        for replica in self._replicas:
-            replica.check()
-        waits = {sequence.number for sequence in self._waiting}
-        runs = {sequence.number for sequence in self._running}
-        if waits & runs or waits | runs != self._sequences.keys():
-            raise RuntimeError("a request is lost")

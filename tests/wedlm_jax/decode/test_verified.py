@@ -19,6 +19,7 @@ from tests.examples.decode import (
     small_engine,
 )
 from tests.forward_sizes import two_sizes
+from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.completion import Drafts, total_drafts
 from wedlm_jax.engine.costs import CostTable
@@ -125,7 +126,7 @@ def test_drafts_change_no_token(engine, batch, header, slope, windows):
         assert say_the_same(ours, theirs)
         assert_logprobs_near(ours, theirs)
         assert_counts_fit(case, ours)
-    engine.scheduler.check_accounts()
+    check_accounts(engine.scheduler)
 
 
 def assert_counts_fit(case, result):

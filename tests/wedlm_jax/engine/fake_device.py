@@ -13,6 +13,7 @@ from collections import Counter
 
 import numpy as np
 
+from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.engine.interface import Finished, NewTokens, Report, Request
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.settings import SchedulerSizes
@@ -311,7 +312,7 @@ def drain(scheduler, submitted=(), **options):
     """Steps until nothing is left to do; returns all events."""
     events = scheduler.step(submitted, **options)
     for _ in range(10_000):
-        scheduler.check_accounts()
+        check_accounts(scheduler)
         if not scheduler.has_work:
             return events
         events += scheduler.step(**options)

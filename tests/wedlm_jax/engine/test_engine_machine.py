@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from tests.examples.decode import TINY, assert_logprobs_near, say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
+from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.engine import plan
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.errors import InputError
@@ -118,7 +119,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self):
-        self.engine.scheduler.check_accounts()
+        check_accounts(self.engine.scheduler)
         assert self.engine.scheduler._sequences.keys() == self.live.keys()
 
     def teardown(self):

@@ -26,6 +26,7 @@ from tests.examples.decode import (
 from tests.examples.grammar import END, STATES, RandomAutomata, automaton_of
 from tests.reference.logit_options import adjusted
 from tests.reference.sampling import choose_token
+from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.engine.interface import Failed, Finished
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
@@ -82,7 +83,7 @@ def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(engine, case, 
         if one.params.grammar is not None:
             assert_in_grammar(result, one)
     assert engine.counters.pages_used == 0
-    engine.scheduler.check_accounts()
+    check_accounts(engine.scheduler)
 
 
 @given(batch=st.lists(constrained(), min_size=BATCH, max_size=BATCH))

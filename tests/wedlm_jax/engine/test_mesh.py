@@ -14,6 +14,7 @@ from tests.examples.decode import (
     small_engine,
 )
 from tests.examples.training import DIVIDED, tiny_transformer
+from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.completion import total_drafts
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.model.quantization import quantize_weights
@@ -101,7 +102,7 @@ def test_tokens_and_counts_equal_those_of_one_device(sizes, expected, on_eight):
     # Again, from where others have been: the same, and everything is found.
     again = run(engine, CASES)
     assert without_logprobs(again) == without_logprobs(expected)
-    engine.scheduler.check_accounts()
+    check_accounts(engine.scheduler)
 
 
 def test_each_device_holds_its_own_part_of_the_cache(on_eight):

@@ -8,6 +8,7 @@ from itertools import count
 import numpy as np
 import pytest
 
+from tests.wedlm_jax.engine.accounts import check_replica
 from wedlm_jax.engine.interface import Request
 from wedlm_jax.engine.plan import (
     PLAIN_FORWARDS,
@@ -62,7 +63,7 @@ class Queue:
     def admit(self):
         turn = self.admitter.admit(self.waiting)
         for replica in self.replicas:
-            replica.check()
+            check_replica(replica)
         return turn
 
     def compute(self, sequence, tokens):
@@ -298,7 +299,7 @@ def test_pages_last_for_the_burst(count, num_pages, forwards, lasting, capacity)
     replica = running_replica(*sequences, num_pages=num_pages)
     assert give_pages(replica, forwards) == lasting
     assert [replica.capacity(sequence) for sequence in sequences] == [capacity] * count
-    replica.check()
+    check_replica(replica)
 
 
 def test_pages_for_later_forwards_are_given_back_to_those_who_need_them_now():

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.wedlm_jax.engine.accounts import check_accounts
 from tests.wedlm_jax.engine.fake_device import (
     WINDOW,
     FakeDevice,
@@ -147,7 +148,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost(self):
-        self.scheduler.check_accounts()
+        check_accounts(self.scheduler)
         counters = self.scheduler.counters
         assert counters.pages_used + counters.pages_cached + counters.pages_free == counters.pages
         known = {*self.live} - {request.number for request in self.submitted}
@@ -179,7 +180,7 @@ class Machine(RuleBasedStateMachine):
         assert not self.scheduler.has_work
         assert self.scheduler.counters.pages_used == 0
         self.scheduler.forget_prefixes()
-        self.scheduler.check_accounts()
+        check_accounts(self.scheduler)
         assert self.scheduler.counters.pages_free == self.scheduler.counters.pages
 
 
