@@ -166,6 +166,17 @@ def test_a_drafter_of_another_model_is_refused(run, stock, tmp_path):
         LLM(other, drafter=str(run / "drafter"))
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_drafter_that_is_not_finite_is_refused(value, run, stock, tmp_path):
+    folder = shutil.copytree(run / "drafter", tmp_path / "drafter")
+    file = folder / "adapter_model.safetensors"
+    values = load_file(file)
+    values["base_model.model.mask_embedding"][3] = value
+    save_file(values, file, {"format": "pt"})
+    with pytest.raises(InputError, match="mask_embedding' has values that are not finite"):
+        LLM(stock, drafter=str(folder))
+
+
 def test_masks_of_a_drafter_are_not_to_decide(run, stock):
     llm = LLM(stock, drafter=str(run / "drafter"))
     with pytest.raises(InputError, match="mode: expected verified or ar, not paper"):

@@ -275,7 +275,8 @@ def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
     drafter in ``folder`` as float32 NumPy arrays.
 
     Raises:
-      InputError: a tensor is missing or does not fit; the message names it and the file.
+      InputError: a tensor is missing, does not fit or is not finite; the message names it and the
+        file.
     """
     file = SafetensorsFile(folder / ADAPTER_WEIGHTS)
     left = dict(file.tensors)
@@ -289,7 +290,11 @@ def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
                 f"{file.path}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(shape)}"
             )
-        return tensor.read().astype(np.float32)
+        values = tensor.read().astype(np.float32)
+        # A NaN of a mask would reach the text: in attention, 0 times NaN is NaN.
+        if not np.isfinite(values).all():
+            raise InputError(f"{file.path}: tensor {name!r} has values that are not finite")
+        return values
 
     found = {}
     for path, leaf in parameters.flat_state():
