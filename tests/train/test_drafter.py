@@ -134,6 +134,12 @@ def test_adapters_of_another_shape_are_not_trained_on(change, sentence, run, sto
         ("adapter_config.json", {"r": 2}, r"has shape \[4, 24\], expected \[2, 24\]"),
         ("adapter_config.json", {"target_modules": ["q_proj"]}, "is not part of a drafter"),
         ("adapter_config.json", {"target_modules": ["lm_head"]}, "not a drafter's configuration: "),
+        ("adapter_config.json", {"r": 4.5}, "expected an integer of at least 0 as r, not 4.5"),
+        (
+            "adapter_config.json",
+            {"wedlm": {"rows": "masked", "window_size": "four"}},
+            "expected an integer of at least 0 as window_size, not 'four'",
+        ),
         ("adapter_config.json", {"wedlm": None}, "adapters of an ordinary finetune, not a drafter"),
         ("adapter_config.json", lambda _: b"\xff\x00", "not valid JSON"),
         ("adapter_config.json", None, r"no adapter_config\.json here, so this is not"),

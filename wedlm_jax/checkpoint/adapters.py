@@ -330,11 +330,24 @@ def read_drafter_config(folder: Path, base: Checkpoint) -> LoraConfig:
             f"{folder / ADAPTER_CONFIG}: not a drafter's configuration: rank {rank}, targets "
             f"{targets}"
         )
+    sizes = {"r": rank} | {x: settings.get(x, 0) for x in ("window_size", "previous_rank")}
+    for name, value in sizes.items():
+        if type(value) is not int or value < 0:
+            raise InputError(
+                f"{folder / ADAPTER_CONFIG}: expected an integer of at least 0 as {name}, not "
+                f"{value!r}"
+            )
     if settings.get("base_digest") != base_digest(base):
         raise InputError(
             f"{folder}: a drafter of another model: it was not trained with the parameters of "
             f"{base.folder}"
         )
     known = tuple(name for name in TARGETS if name in targets)
-    numbers = (int(settings.get(name, 0)) for name in ("window_size", "previous_rank"))
-    return LoraConfig(int(rank), float(content["lora_alpha"]), known, "masked", *numbers)
+    return LoraConfig(
+        rank,
+        float(content["lora_alpha"]),
+        known,
+        "masked",
+        window_size=sizes["window_size"],
+        previous_rank=sizes["previous_rank"],
+    )
