@@ -68,7 +68,7 @@ def columns(first: str) -> dict[str, str]:
     is the decoder that the others are compared with."""
     same = "as AR" if first == "AR" else "as first"
     return {
-        "right": "answers that are right; prose has no right answer",
+        "right": "answers that are right; - where nothing is judged, as in prose",
         same: f"completions that equal those of {first}, token for token",
         "AR\nagrees": "tokens that AR finds most probable, given all tokens before them",
         "tokens/\nforward": "completion tokens per decode forward: 1 in AR",
