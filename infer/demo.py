@@ -103,8 +103,9 @@ def _introduce(console: Console, decoder: Decoder) -> None:
     config, device = engine.config, jax.devices()[0]
     console.print(
         f"{engine.num_parameters / 1e6:.1f}M parameters, {config.num_hidden_layers} layers, "
-        f"vocabulary {config.vocab_size}; mode {decoder.params.mode}, windows chosen by speed; "
-        f"on {device.platform}. Compiling ..."
+        f"vocabulary {config.vocab_size}; mode {decoder.params.mode}; on {device.platform}. First "
+        f"some answers with windows of {engine.settings.window} masks, then speeds with windows "
+        "chosen by speed. Compiling ..."
     )
     # Compiles now, so that what follows shows only decoding.
     _views(decoder.llm, [0], dataclasses.replace(decoder.params, max_tokens=1))
@@ -162,11 +163,8 @@ def _result(question: Question, last: View, text: str) -> str:
     return took + verdicts[question.is_right(text)]
 
 
-def _views(
-    llm: LLM, prompt: list[int], params: SamplingParams, window: int | None = None
-) -> list[View]:
-    """Decodes a prompt, with the given window if any, and returns what each forward saw, then the
-    answer."""
+def _views(llm: LLM, prompt: list[int], params: SamplingParams) -> list[View]:
+    """Decodes a prompt with the widest windows; returns what each forward saw, then the answer."""
     views = [View([], [], 0)]  # the last view always holds the text so far
 
     def take(event: Traced) -> None:
@@ -176,7 +174,9 @@ def _views(
         views.append(View(text, event.forward.held[known:], event.num_forwards))
         views.append(View(text + event.committed, [], event.num_forwards))
 
-    for _ in llm.stream(prompt, params, window=window, on_forward=take):
+    # A fixed window: windows chosen by speed may be none, and would depend on the machine, while
+    # the same answers must give the same picture.
+    for _ in llm.stream(prompt, params, window=llm.engine.settings.window, on_forward=take):
         pass
     return views
 
@@ -201,10 +201,7 @@ def _draw(file: Path, decoder: Decoder, questions: Sequence[Question]) -> None:
     console.print(LEGEND)
     for question in questions:
         console.print(f"\n> {question.prompt}", style="bold", markup=False)
-        # A fixed window, since the same answers must give the same file: windows chosen by speed
-        # would depend on the machine.
-        window = decoder.llm.engine.settings.window
-        *forwards, last = _views(decoder.llm, question.encode(codec), decoder.params, window)
+        *forwards, last = _views(decoder.llm, question.encode(codec), decoder.params)
         table = Table.grid(padding=(0, 2))
         for view in forwards:
             shown = styled(codec, view.token_ids, view.window)

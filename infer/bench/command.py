@@ -11,6 +11,7 @@ from infer.bench.rival import RIVALS, check_rival
 from infer.flags import SHARED, add_engine_options, flag
 from infer.harness.human_eval import HUMAN_EVAL
 from infer.plots import check_plot
+from wedlm_jax.engine.config import ENGINE_OPTIONS
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import CommandParser, at_least_1
 
@@ -203,6 +204,8 @@ def _check(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
             )
     if "windows" not in chosen and options.get("window_size") == [0]:
         raise InputError(f"--window-size 0 is AR, the baseline of {chosen[0]}: name another window")
+    for sequences in options.get("batch_size", ()):
+        ENGINE_OPTIONS["max_batch_size"].check("--batch-size", sequences)
     if "rival" in options:
         if "quantization" in options:
             raise InputError(

@@ -53,7 +53,7 @@ def test_each_forward_is_shown_as_it_saw_the_text(llm, mode):
     """Committed text, then filled slots, which are the text's next tokens if they stay, and W
     masks."""
     prompt, params = llm.as_ids(PROMPTS[0]), SamplingParams(mode=mode, max_tokens=12)
-    *forwards, last = _views(llm, prompt, params, 4)
+    *forwards, last = _views(llm, prompt, params)
     (answer,) = llm.generate([prompt], params)
     assert last == (answer.token_ids, [], answer.num_forwards)
     assert forwards[0] == ([], [None] * 4, 1)

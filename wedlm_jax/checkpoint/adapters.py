@@ -179,13 +179,20 @@ def _merged(
         )
 
     def read_rows(rows: slice) -> Rows:
-        right = a.read().astype(np.float32)
-        left = b.read().astype(np.float32) * scale
+        right, left = _read_finite(a, path), _read_finite(b, path) * scale
         for start, part in weight.read_rows(rows):
             change = left[start : start + len(part)] @ right
             yield start, cast(weight.name, part.astype(np.float32) + change, weight.dtype)
 
     return array_in_rows(weight.name, weight.shape, weight.dtype, read_rows)
+
+
+def _read_finite(tensor: DeferredArray, path: Path) -> np.ndarray:
+    """Returns the tensor in float32; refuses NaN and infinity, which every token would inherit."""
+    values = tensor.read().astype(np.float32)
+    if not np.isfinite(values).all():
+        raise InputError(f"{path}: tensor {tensor.name!r} has values that are not finite")
+    return values
 
 
 # --- drafters -----------------------------------------------------------------------------
@@ -290,11 +297,8 @@ def read_drafter(folder: Path, parameters: nnx.State) -> nnx.State:
                 f"{file.path}: tensor {name!r} has shape {list(tensor.shape)}, expected "
                 f"{list(shape)}"
             )
-        values = tensor.read().astype(np.float32)
         # A NaN of a mask would reach the text: in attention, 0 times NaN is NaN.
-        if not np.isfinite(values).all():
-            raise InputError(f"{file.path}: tensor {name!r} has values that are not finite")
-        return values
+        return _read_finite(tensor, file.path)
 
     found = {}
     for path, leaf in parameters.flat_state():

@@ -16,6 +16,9 @@ DTYPES = ("float32", "bfloat16")
 ATTENTION = ("xla", "gather", "rpa")
 DEFAULT_WINDOW = 16
 """The default window of mode "paper", fixed since the tokens of that mode depend on it."""
+MOST_SEQUENCES = 2**16
+"""An upper bound on sequences that decode together, far above what pays; tables of their pages
+would not fit into memory."""
 MOST_LOOKUP = 15
 """Maximum number of drafts copied from a text."""
 
@@ -86,6 +89,7 @@ class EngineConfig:
         Option(
             "maximum sequences that decode together on each replica of the model",
             low=1,
+            high=MOST_SEQUENCES,
         ),
     ] = 16
     mesh: Annotated[

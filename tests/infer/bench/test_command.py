@@ -116,6 +116,7 @@ BAD_OPTIONS = {
     "--temperature 1": "--temperature is an option of identity, not of windows",
     "--compare drafts --mode paper": "--mode is an option of windows, not of drafts",
     "--compare drafts identity --window-size 0": "name another window",
+    "--batch-size 8 99999999": "--batch-size: expected an integer from 1 to 65,536, not 99999999",
     "--rival transformers --quantization int8": "not rounded",
     "--rival transformers": r"wedlm-jax\[rival\]",
 }

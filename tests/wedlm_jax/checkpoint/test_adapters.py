@@ -190,6 +190,15 @@ def test_adapters_of_another_model_and_files_cut_off(adapters, tmp_path):
         open_checkpoint(adapters)
 
 
+def test_values_that_are_not_finite_are_not_merged(adapters, tmp_path):
+    tensors = load_file(adapters / WEIGHTS)
+    tensors[f"{PREFIX}lm_head.lora_B.weight"][0, 0] = np.nan
+    save_file(tensors, adapters / WEIGHTS)
+    with refused("lm_head.lora_B", "not finite"):
+        convert(adapters, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
 # --- drafters ----------------------------------------------------------------------------
 
 LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "down_proj"), rows="masked")
