@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 KINDS = ("ar", "paper", "verified")
 """Kinds of decoders, in the order in which they are compared."""
 
+MOST = 1_000_000
+"""The largest valid value of options that count something, so that a slip is noticed early."""
+
 QUESTION_OPTIONS: dict[str, Any] = {
     "questions": None,
     "match": "exact",
@@ -415,8 +418,8 @@ def check(given: Mapping[str, Any]) -> None:
         how = "cannot be combined with" if tasks else "goes with"
         raise InputError(f"{flag(min(others))} {how} --tasks")
     for name in ("samples", "passes", "limit", "max_tokens"):
-        if given.get(name, 1) < 1:
-            raise InputError(f"{flag(name)}: expected at least 1, not {given[name]}")
+        if not 1 <= given.get(name, 1) <= MOST:
+            raise InputError(f"{flag(name)}: expected 1 to {MOST:,}, not {given[name]:,}")
     for name in ("output", "answers"):
         if name in given:
             check_writable(Path(given[name]), f"--{name}")

@@ -147,7 +147,7 @@ BAD_OPTIONS = {
     "--limit 3": "--limit goes with --tasks",
     "--run-code": "--run-code goes with --tasks",
     "--tasks x --questions q.jsonl": "--questions cannot be combined with --tasks",
-    "--tasks x --limit 0": "--limit: expected at least 1",
+    "--tasks x --limit 0": "--limit: expected 1 to 1,000,000",
 }
 
 

@@ -228,7 +228,7 @@ def _blocks(made: Manifest) -> str | None:
         return None
     return (
         f"at most {most} of a row's {count} blocks have tokens to train on "
-        f"({total / made.rows:.1f} on average), so training computes {most} blocks per row twice"
+        f"({total / made.rows:.1f} on average), so objective wedlm computes {most} per row twice"
     )
 
 

@@ -200,7 +200,7 @@ class SampleMaker:
             made = [self._pair(*pair_of(record, key), record, place)]
         elif kind == "completions":
             made = self._completions(record)
-            extra = [name for name in extra if name != "samples"]
+            extra = []  # a job's own results, whose other keys nobody means to train on
         else:
             made = self._token_ids(record)
         unread = self._counts.unread_keys

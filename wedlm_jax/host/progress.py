@@ -74,6 +74,8 @@ class ProgressBar:
         self._unit, self._every, self._percent = unit, every, percent
         self._total, self._first, self._done = total, done, done
         self._shown: tuple[str | None, float | None] = None, None
+        self._rate = 0.0
+        """The rate by the caller's last estimate of the time left; 0 without one."""
         self._console = console or Console(stderr=True, soft_wrap=True)
         self._rich = Progress(
             TextColumn("[bold]{task.description}"),
@@ -178,9 +180,11 @@ class ProgressBar:
         if seconds_left is None:
             known = self._total is not None and new > 0
             seconds_left = left / rate if known else math.inf
-        elif left > 0 and 0 < seconds_left < math.inf:
+        elif seconds_left < math.inf:
             # The caller's estimate may exclude time such as compiling; the rate must agree with it.
-            rate = left / seconds_left
+            if left > 0 and seconds_left > 0:
+                self._rate = left / seconds_left
+            rate = self._rate or rate
         parts = [self._count(), text or f"{rate:,.1f} {self._unit}/s"]
         if self._done != self._total and math.isfinite(seconds_left):
             parts.append(f"{clock(seconds_left)} left")

@@ -50,6 +50,8 @@ def test_rate_and_time_left_count_what_this_bar_has_seen(now):
     assert bar.line(seconds_left=8) == "60 of 100 records, 5.0 records/s, 0:08 left"
     bar.update(100)
     assert bar.line() == "100 of 100 records, 5.0 records/s"
+    now[0] += 24  # of which the last estimate knew nothing, such as compiling
+    assert bar.line(seconds_left=0) == "100 of 100 records, 5.0 records/s"
 
 
 def test_a_total_may_come_later_and_a_share_be_shown():
