@@ -178,7 +178,7 @@ REFUSED = [
     (f"{FILES} --max-errors -1", "--max-errors: expected 0 or more, not -1"),
     ("--prompt ''", "the prompt has no tokens; at least one is needed"),
     ("--prompt a --temperature -1", "--temperature: expected a number"),
-    ("--prompt a --batch-size 0", "--batch-size: expected an integer of at least 1"),
+    ("--prompt a --batch-size 0", "--batch-size: expected an integer from 1 to 65,536"),
     ("--prompt a --mesh rows=2", "--mesh: expected data and tensor, not 'rows'"),
     ("--prompt a --mesh tensor=4 data=4", "needs 16 devices, but there are 8"),
     ("--prompt a --mesh tensor=2", "num_key_value_heads = 1 is not divisible by"),

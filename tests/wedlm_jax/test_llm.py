@@ -354,8 +354,8 @@ def test_refused_calls(llm, call, message):
     ("arguments", "message"),
     [
         ({"dtype": "float64"}, "dtype: expected one of"),
-        ({"max_batch_size": 0}, "max_batch_size: expected an integer of at least 1"),
-        ({"max_batch_size": "4"}, "max_batch_size: expected an integer of at least 1"),
+        ({"max_batch_size": 0}, "max_batch_size: expected an integer from 1 to 65,536"),
+        ({"max_batch_size": "4"}, "max_batch_size: expected an integer from 1 to 65,536"),
         ({"mesh": {"fsdp": 2}}, "mesh: expected data and tensor, not 'fsdp'"),
         ({"mesh": {"data": 3, "tensor": 3}}, "needs 9 devices, but there are 8"),
         ({"mesh": {"data": 0}}, "needs 0 devices"),
