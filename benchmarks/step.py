@@ -267,7 +267,7 @@ def conversations(
 
 
 def check_agreement(steps: Mapping[str, Step]) -> None:
-    """Compares losses and gradients with those of the first step; raises `StepsDiffer`."""
+    """Raises `StepsDiffer` if the loss or a gradient of a step differs from the first step's."""
     names = list(steps)
     expected_loss, expected = steps[names[0]].run(), steps[names[0]].gradients()
     for name in names[1:]:

@@ -205,8 +205,8 @@ class EventStream(StreamingResponse):
 
 @contextlib.asynccontextmanager
 async def ending_with_client(answer: Answer, receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
-    """A context that ends an answer when it is left, or earlier if the client disconnects. Yields a
-    task that is done once the client has gone."""
+    """Context manager: ends the answer on exit, or earlier if the client disconnects. Yields a task
+    that completes when the client disconnects."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -15,8 +15,8 @@ def run_python(*arguments, timeout=600, **options):
 
 
 def heavy_imports(*arguments):
-    """Runs ``wedlm``, which must be quick; returns what it printed, and which modules that take
-    long to import it needed."""
+    """Runs a ``wedlm`` command that should start fast; returns its output and which slow modules
+    it imported."""
     heavy = {"jax", "numpy", "flax", "orbax", "transformers", "rich"}
     program = (
         "import sys; from wedlm_jax.__main__ import main\n"

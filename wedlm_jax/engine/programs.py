@@ -308,8 +308,8 @@ def burst(
 def layers(
     graph: Graph, program: Program, parameters: nnx.State, *arguments: Any
 ) -> tuple[Array, Pages]:
-    """Runs the layers of the next forward, with the arguments of `burst`; see
-    `wedlm_jax.decode.loop.run_layers_ahead`."""
+    """Runs `wedlm_jax.decode.loop.run_layers_ahead` on each replica, with the arguments of
+    `burst`."""
 
     def on_replica(parameters: nnx.State, *arguments: Any) -> tuple[Array, Pages]:
         return run_layers_ahead(nnx.merge(graph, parameters), program, *arguments)

@@ -138,7 +138,7 @@ class Tally:
         return self.tokens / max(self.instances, 1)
 
     def as_row(self) -> dict[str, object]:
-        """Returns the fields, and the ratios computed from them, for a JSON file."""
+        """Returns the fields and the derived ratios, as a row for a JSON file."""
         ratios = ("accuracy", "tokens_per_forward", "p_cache")
         return dataclasses.asdict(self) | {name: getattr(self, name) for name in ratios}
 

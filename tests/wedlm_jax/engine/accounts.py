@@ -44,7 +44,7 @@ def check_pages(pages, holders):
 
 
 def pages_of(tree):
-    """All pages that the tree holds."""
+    """Lists the pages that the prefix tree holds."""
     found, nodes = [], list(tree._root.children.values())
     while nodes:
         node = nodes.pop()
