@@ -23,7 +23,7 @@ from wedlm_jax.checkpoint.hf import (
     write_weights,
 )
 from wedlm_jax.config import ModelConfig, read_config_json
-from wedlm_jax.errors import InputError, StorageFailure, nearest
+from wedlm_jax.errors import InputError, StorageFailure, errors_at, nearest
 from wedlm_jax.host.atomic import alone, naming, replacing
 from wedlm_jax.host.notices import notice
 from wedlm_jax.host.storage import absolute, as_path, cache_folder, is_remote
@@ -176,10 +176,8 @@ def _base_model(adapters: Path, *, download: bool = True) -> Path:
     base = base_of(adapters)
     if (as_path(base) / ADAPTER_CONFIG).exists():
         raise InputError(f"{adapters}: its base {base} is also a folder of adapters; merge it")
-    try:
+    with errors_at(f"{adapters / ADAPTER_CONFIG}: its base model"):
         return find_model(base, download=download)
-    except InputError as error:
-        raise InputError(f"{adapters / ADAPTER_CONFIG}: its base model, {error}") from None
 
 
 def tokenizer_folder(folder: Path) -> Path:

@@ -145,7 +145,7 @@ def test_it_has_the_tokenizer_of_its_base(tmp_path):
         ({"base_model_name_or_path": None}, "does not name the base"),
         (
             {"base_model_name_or_path": "/nowhere/at/all"},
-            "base model, /nowhere/at/all: no such folder",
+            "its base model: /nowhere/at/all: no such folder",
         ),
         ({"base_model_name_or_path": "../adapters"}, "is also a folder of adapters"),
         ({"wedlm": {"rows": "masked"}}, "a drafter"),

@@ -1,4 +1,4 @@
-"""Holds all bookkeeping of requests, sequences and pages against what is really held."""
+"""Checks the bookkeeping of requests, sequences and pages against who really holds what."""
 
 from collections import Counter
 
