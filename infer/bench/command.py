@@ -86,8 +86,9 @@ _COUNT: dict[str, Any] = {"type": at_least_1, "metavar": "N"}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "batch_size": ("sequences that decode together, one or more", _COUNT | {"nargs": "+"}),
     "window_size": (
-        "masks in a window, one or more; 0 is AR. In drafts and identity, of the windows that "
-        "--draft masks and both use",
+        "masks in a window, one or more; 0 is AR, and 0 twice adds a second AR engine, to show how "
+        "much equal engines differ. In drafts and identity, of the windows that --draft masks and "
+        "both use",
         {"type": _window, "nargs": "+", "metavar": "W"},
     ),
     "mode": (

@@ -31,14 +31,20 @@ SHORT_PASS = 1.0
 
 
 class Way(NamedTuple):
-    """A way to decode: its name, its engine's window and maximum number of copied drafts, and the
-    mode and draft source that are requested."""
+    """A way to decode: its name, its engine's window and maximum number of copied drafts, the mode
+    and draft source that are requested, and which of several equal engines is used."""
 
     name: str
     window: int | str
     lookup: int = 0
     mode: str = "verified"
     draft: str = "auto"
+    copy: int = 0
+
+    @property
+    def engine(self) -> tuple[int | str, int, int]:
+        """Ways with the same value share an engine."""
+        return self.window, self.lookup, self.copy
 
     def work(self, prompts: Sequence[list[int]], params: SamplingParams) -> Work:
         """Returns the prompts as work, each with its own seed."""
@@ -47,13 +53,16 @@ class Way(NamedTuple):
 
 
 AR = Way("AR", 0, draft="none")
+AR_AGAIN = AR._replace(name="AR again", copy=1)
+"""The control: what it differs from AR by is noise."""
 
 
 def window_ways(windows: Sequence[int | str], modes: Sequence[str]) -> list[Way]:
-    """Lists each window in each mode; AR, which has no modes, once and first."""
+    """Lists each window in each mode. AR, which has no modes, is first, with its control if
+    ``windows`` has 0 twice."""
     every = [(window, mode) for mode in modes for window in windows if window != 0]
     ways = [Way(f"W = {window}, {mode}", window, mode=mode) for window, mode in every]
-    return [AR, *ways] if 0 in windows else ways
+    return [AR, AR_AGAIN][: list(windows).count(0)] + ways
 
 
 def draft_ways(drafts: Sequence[str], windows: Sequence[int | str], *, masks: bool) -> list[Way]:
@@ -160,23 +169,23 @@ def _speeds(
     rival, passes = options["rival"], options["passes"]
     constants: Constants | None = None
     for sequences in options["batch_size"]:
-        kinds = dict.fromkeys((way.window, way.lookup) for way in ways)
-        engines = {kind: subject.engine(kind[0], sequences, lookup=kind[1]) for kind in kinds}
+        engines = {
+            way.engine: subject.engine(way.window, sequences, lookup=way.lookup)
+            for way in {way.engine: way for way in ways}.values()
+        }
         most = options["prompts"] or max(2 * sequences, 24)
         for regime, questions in regimes.items():
             asked = [subject.ask(question) for question in questions[:most]]
             params = SamplingParams(max_tokens=options["max_tokens"])
             runs: dict[str, Callable[[], _Pass]] = {
-                way.name: partial(
-                    _decode, subject, engines[way.window, way.lookup], way.work(asked, params)
-                )
+                way.name: partial(_decode, subject, engines[way.engine], way.work(asked, params))
                 for way in ways
             }
             if rival is not None:
                 runs |= _rival_runs(rival, asked, sequences, ways, params)
             made = by_turns(runs, passes, f"{sequences} sequences, {regime}")
             if constants is None:
-                constants = measure(engines[ways[0].window, ways[0].lookup])
+                constants = measure(engines[ways[0].engine])
                 report.add("constants", [constants], constants_table(constants))
             speeds = [_speed(way, regime, sequences, len(asked), made[way]) for way in runs]
             yield [_with_expected(speed, speeds[0], constants) for speed in speeds]

@@ -32,6 +32,9 @@ def test_ar_has_no_modes():
         Way("W = 4, verified", 4),
         Way("W = auto, verified", "auto"),
     ]
+    control = window_ways([0, 0, 4], ["verified"])
+    assert [way.name for way in control] == ["AR", "AR again", "W = 4, verified"]
+    assert len({way.engine for way in control}) == 3
 
 
 @pytest.mark.full
