@@ -59,16 +59,18 @@ class Ticket:
     Attributes:
       number: the burst's number.
       fetched: the results that the host fetches; empty while only the layers have been submitted.
-      sizes: the static sizes at which its program runs forwards.
+      program: the traits of its program.
+      sizes: the static sizes at which the program runs forwards.
       members: its sequences.
       started: when it was submitted.
-      windowless: whether its program has no room for windows, though the engine's others have.
+      windowless: whether the program has no room for windows, though the engine's others have.
       alone: whether no other burst was in flight when it was submitted.
       resized: whether the state had to be resized for its program first.
     """
 
     number: int
     fetched: tuple[Any, ...]
+    program: Traits
     sizes: tuple[int, ...]
     members: Sequence[Member]
     started: float
@@ -123,6 +125,8 @@ class Device:
         """Submits the rest of a forward whose layers are submitted; it needs the report of the
         burst before."""
         self._num_submitted = self._num_collected = 0
+        self._have_run: dict[Traits, np.ndarray] = {}
+        """For each program, the sizes at which it has run forwards, bool ``[S]``."""
         self._ended, self._observed = 0.0, True
         """The latest time at which the last collected burst can have ended; whether it is exact."""
         self.counters = np.zeros(3, np.int64)
@@ -221,6 +225,7 @@ class Device:
         ticket = Ticket(
             self._num_submitted,
             (),
+            self._room,
             self._sizes(self._room),
             burst.members,
             time.perf_counter(),
@@ -262,6 +267,10 @@ class Device:
         seconds = self._ended - begun
         self._num_collected = ticket.number
         num_run, sizes = int(counters.forwards.max()), np.array(ticket.sizes)
+        runs = counters.by_size.any(axis=0)
+        have_run = self._have_run.setdefault(ticket.program, np.zeros_like(runs))
+        first = bool((runs & ~have_run).any())
+        have_run |= runs
         self.counters += [num_run, counters.tokens.sum(), (counters.by_size * sizes).sum()]
         present = {one.index: one.request for one in ticket.members if one.is_present}
         watched = [index for index, request in present.items() if request.traced]
@@ -271,7 +280,7 @@ class Device:
             num_run=num_run,
             traced=traced,
             seconds=seconds,
-            timed=timed and not ticket.resized,
+            timed=timed and not (ticket.resized or first),
             sizes=ticket.sizes,
             by_size=counters.by_size[counters.forwards.argmax()],
             windowless=ticket.windowless,

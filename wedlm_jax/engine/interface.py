@@ -182,8 +182,9 @@ class Report:
       num_run: forwards of the replica that ran the most. Replicas run at the same time, so this
         many forwards took the time of the burst.
       seconds: how long the burst took, at most.
-      timed: whether `seconds` is exact. It is not if the burst had ended before the host looked, or
-        if the state had to be resized for another program first.
+      timed: whether `seconds` shows what its forwards cost. It does not if the burst had ended
+        before the host looked; if the state had to be resized for another program first; or if its
+        program ran at one of these sizes for the first time, which on a CPU takes 0.1 s longer.
       sizes: the static sizes at which its program runs forwards.
       by_size: int32 ``[S]``, how often the layers ran at each of these sizes.
       windowless: whether its program has no room for windows, though the engine's others have.

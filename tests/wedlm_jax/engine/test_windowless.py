@@ -176,9 +176,9 @@ def test_a_single_program_has_the_costs_of_both_and_noise_gives_no_negative_ones
     np.testing.assert_allclose(table.of_sizes((1, 16), windowless=True), 0.01)
 
 
-def prepared_device(model):
+def prepared_device(model, **options):
     """That of an engine for one sequence."""
-    engine = Engine(model, EngineConfig(max_batch_size=1, window_size="auto"))
+    engine = Engine(model, EngineConfig(max_batch_size=1, window_size="auto", **options))
     engine.device.prepare(engine.traits_of(Request(-1, (), SamplingParams(mode="verified"))))
     return engine.device
 
@@ -194,6 +194,21 @@ def test_a_larger_forward_is_timed_with_a_prompt(tiny_model):
         # Beside the prompt: a window and the token before it, or that token alone.
         assert report.num_computed[0] >= 15
         assert report.num_token_instances[0] == (1 if windowless else 17)
+
+
+def test_the_first_forward_at_a_size_does_not_tell_what_it_costs(monkeypatch):
+    """It takes longer than later ones on a CPU, so nothing may be learnt from its time."""
+    monkeypatch.setattr(spans, "_grid", lambda *_: [32, 64, 128])
+    model = tiny_model(tiny_config(max_position_embeddings=512))
+    device = prepared_device(model, chunk_tokens=64)
+    reports = [
+        report
+        for tokens in (32, 32, 64, 64, 32)
+        for _, _, report in _timed_prompt(device, tokens, False)
+    ]
+    used = [report.sizes[int(report.by_size.argmax())] for report in reports]
+    assert used == [32, 32, 64, 64, 32]
+    assert [report.timed for report in reports] == [False, True, False, True, True]
 
 
 @pytest.mark.full
