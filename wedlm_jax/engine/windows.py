@@ -121,6 +121,9 @@ to pay. The first trial is early; GROWTH is the factor by which the time between
 that share is reached."""
 HARMLESS = 1.05
 """All sequences try windows at once only if that slows a forward down by less than this factor."""
+OPENING = 5
+"""The first forward of a window has no drafts yet, so it commits a single token. A sequence without
+a window is assumed to use the one that it gets for OPENING forwards."""
 HOPE = 0.9
 """The value of q before any forward."""
 PRIOR, OWN_MEMORY = 4.0, 48.0
@@ -313,6 +316,8 @@ class AutoWindows(WindowChoice):
             return [0] * n
         assert costs is not None, "the costs of forwards must be known first"
         committed = self._expected(free)
+        opened = np.array([self._evidence(one).window > 0 for one in free])
+        committed -= (committed - 1) * np.where(opened, 0, 1 / OPENING)[:, None]
         more = np.where(widths, (committed - 1) * (self._drafts / self._accepted), 0)
         computed = widths + 1 + more
         left = np.array([one.request.params.max_tokens - one.num_output for one in free])
@@ -372,8 +377,8 @@ class AutoWindows(WindowChoice):
         self._accepted += float((tokens - forwards).sum())
         keep = min(DRAFTS_MEMORY / self._accepted, 1.0)
         self._drafts, self._accepted = self._drafts * keep, self._accepted * keep
-        # Windows that opened in the middle of a text had no drafts yet.
-        opened = [not self._evidence(one).window and one.num_forwards > 0 for one in some]
+        # The first forward of a window has no drafts yet.
+        opened = [not self._evidence(one).window for one in some]
         choices = [one.request.params.mode == "verified" for one in some]
         forwards = np.maximum(forwards - opened, 0)
         more = np.maximum(tokens - np.multiply(opened, choices) - forwards, 0)
