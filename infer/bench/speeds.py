@@ -31,8 +31,13 @@ SHORT_PASS = 1.0
 
 
 class Way(NamedTuple):
-    """A way to decode: its name, its engine's window and maximum number of copied drafts, the mode
-    and draft source that are requested, and which of several equal engines is used."""
+    """A way to decode.
+
+    Attributes:
+      window, lookup: its engine's window and maximum number of copied drafts.
+      mode, draft: what its requests ask for.
+      copy: number of its engine among equal ones.
+    """
 
     name: str
     window: int | str
