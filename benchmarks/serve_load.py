@@ -31,6 +31,7 @@ from infer.flags import add_engine_options
 from infer.plots import check_plot, new_figure, save_figure
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.command_line import run_command
+from wedlm_jax.host.progress import ProgressBar
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import read_questions
@@ -73,21 +74,26 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     most = max(options.clients)
     rng = np.random.default_rng(options.seed)
     loads: list[dict[str, Any]] = []
-    with _offline(options, options.batch_size) as llm, _serving(options) as (pid, port):
+    narrower = sum(clients < options.batch_size for clients in options.clients)
+    turns = ProgressBar("turns", total=2 * len(options.clients) + narrower, title="serve_load")
+    with turns, _offline(options, options.batch_size) as llm, _serving(options) as (pid, port):
         for clients in sorted(options.clients):
             share = options.requests * clients // most
             count = max(share, options.requests // 6, 2 * clients)
             first, asks = (_asks(llm, rng, n, options.mode) for n in (max(20, 2 * clients), count))
             _tokens_per_second(llm, first)
             speed = as_wide = _tokens_per_second(llm, asks)
+            turns.advance(title=f"{count:,} prompts, {clients} at a time")
             if clients < options.batch_size:
                 with _offline(options, clients) as narrow:
                     _tokens_per_second(narrow, first)
                     as_wide = _tokens_per_second(narrow, asks)
+                turns.advance()
             asyncio.run(ask_all(port, first, clients))
             client, server = time.process_time(), _cpu_seconds(pid)
             heard, seconds = asyncio.run(ask_all(port, asks, clients))
             client, server = time.process_time() - client, _cpu_seconds(pid) - server
+            turns.advance()
             cpu_share = client / (client + server)
             loads.append(load_of(clients, heard, seconds, (speed, as_wide), cpu_share))
     return loads

@@ -95,6 +95,7 @@ class Engine:
         self.window_size, lookup = config.drafting(knows_masks=model.config.knows_masks)
         replicas = 1 if mesh is None else mesh.shape["data"]
         self.windows: WindowChoice
+        drafter = model.config.has_drafter
         if self.window_size == "auto":
             paper = DEFAULT_WINDOW if config.window_size is None else None
             self.windows = AutoWindows(
@@ -102,10 +103,11 @@ class Engine:
                 config.max_batch_size,
                 replicas=replicas,
                 lookup=lookup,
+                drafter=drafter,
                 paper=paper,
             )
         else:
-            self.windows = WindowChoice(int(self.window_size), lookup)
+            self.windows = WindowChoice(int(self.window_size), lookup, drafter=drafter)
         if runs_apart():
             model = with_layers_apart(model)
         with self._on_mesh():

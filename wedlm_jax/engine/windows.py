@@ -6,7 +6,8 @@ A burst with windows W_i decodes
 
 tokens per second, where a forward of sequence i commits E_i tokens and computes T_i, and the cost
 comes from a table (`wedlm_jax.engine.costs`). Before every burst the windows with the
-highest rate are chosen. Without windows everything is known: E = T = 1.
+highest rate are chosen. Without windows E = T = 1, unless drafts are copied from the text: then E
+and T are estimated from recent forwards, too.
 
 The number of right drafts in a row is assumed to be geometric: each additional one is right with
 probability q, so
@@ -49,6 +50,8 @@ class WindowChoice:
       lookup: maximum number of drafts copied from a text. A request with a window of masks gets
         copies only if it asks for them: the number of its forwards then does not depend on measured
         costs, and a program without room for copies is a little faster.
+      drafter: whether the masks are a drafter's. Requests then get copies, too, unless they ask for
+        masks alone: without the drafter they would have them.
 
     Attributes:
       costs: the costs of forwards, corrected by every burst; None until they are known.
@@ -56,8 +59,8 @@ class WindowChoice:
         first for most sequences; else None.
     """
 
-    def __init__(self, window: int, lookup: int = 0):
-        self._window, self._lookup = window, lookup
+    def __init__(self, window: int, lookup: int = 0, *, drafter: bool = False):
+        self._window, self._lookup, self._drafter = window, lookup, drafter
         self.costs: CostTable | None = None
         self.most_forwards: int | None = None
 
@@ -74,7 +77,7 @@ class WindowChoice:
         """Returns the maximum number of drafts copied from a request's text."""
         params = request.params
         copies = params.draft in ("lookup", "both")
-        copies |= params.draft == "auto" and not self.widest(request)
+        copies |= params.draft == "auto" and (self._drafter or not self.widest(request))
         # A window of 0 makes a request autoregressive.
         return self._lookup if params.mode == "verified" and copies and request.window != 0 else 0
 
@@ -166,24 +169,58 @@ def _weight(forwards: float) -> float:
 
 @dataclasses.dataclass(slots=True)
 class _Evidence:
-    """What is known about a sequence.
+    """What a sequence's forwards commit, either those with windows or those without.
 
     Attributes:
       own: what its forwards committed.
       kind: the same for the last sequences of its kind, such as greedy ones in mode "verified". It
-        begins with an optimistic prior, which soon fades.
-      window: its window in the last observed burst.
+        begins with a prior, which soon fades.
     """
 
-    own: _Commits
     kind: _Commits
-    window: int = 0
+    own: _Commits = dataclasses.field(default_factory=_Commits)
 
     @property
     def mean(self) -> float:
-        """The tokens that a forward with the widest window is expected to commit."""
+        """The tokens that a forward (if it has a window, with the widest one) is expected to
+        commit."""
         usual = self.kind.tokens / self.kind.forwards
         return (self.own.tokens + PRIOR * usual) / (self.own.forwards + PRIOR)
+
+    def add(self, tokens: float, forwards: float, memory: float) -> None:
+        """Adds what forwards have committed; ``memory`` is that of the kind."""
+        before = _weight(self.own.forwards)
+        self.own.add(tokens, forwards, OWN_MEMORY)
+        weight = max(_weight(self.own.forwards) - before, 0.0)
+        self.kind.add(weight * tokens / max(forwards, 1), weight, memory)
+
+
+@dataclasses.dataclass(slots=True)
+class _Known:
+    """What is known about a sequence: its forwards with windows and without, and its window in the
+    last observed burst."""
+
+    windows: _Evidence
+    plain: _Evidence
+    window: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Drafts:
+    """Counts of drafts and of accepted ones, for their ratio; older ones count less."""
+
+    made: float = 20.0
+    accepted: float = 20.0
+
+    def add(self, made: float, accepted: float) -> None:
+        self.made += max(made, 0.0)
+        self.accepted += accepted
+        kept = min(DRAFTS_MEMORY / self.accepted, 1.0)
+        self.made, self.accepted = self.made * kept, self.accepted * kept
+
+    @property
+    def per_accepted(self) -> float:
+        return self.made / self.accepted
 
 
 class AutoWindows(WindowChoice):
@@ -194,7 +231,7 @@ class AutoWindows(WindowChoice):
       num_sequences: N, sequences per replica.
       costs: seconds of forwards; may be set later, before the first burst.
       replicas: R.
-      lookup: as for `WindowChoice`.
+      lookup, drafter: as for `WindowChoice`.
       paper: W for requests in mode "paper", whose tokens depend on it; None to choose it, too.
     """
 
@@ -206,9 +243,10 @@ class AutoWindows(WindowChoice):
         *,
         replicas: int = 1,
         lookup: int = 0,
+        drafter: bool = False,
         paper: int | None = None,
     ):
-        super().__init__(widest, lookup)
+        super().__init__(widest, lookup, drafter=drafter)
         self.costs, self._paper = costs, paper
         self._num_sequences, self._replicas = num_sequences, replicas
         self._widths = np.array(sorted({0, *(max(widest // k, 2) for k in (8, 4, 2, 1))}))
@@ -216,8 +254,9 @@ class AutoWindows(WindowChoice):
         self._curves = np.cumsum(q, axis=1).T[np.maximum(self._widths, 1) - 1]
         """``[K, 200]``, E of each width by q."""
         self._hope = float((HOPE ** np.arange(widest)).sum())
-        self._kinds: dict[tuple[str, bool], _Commits] = {}
-        self._drafts = self._accepted = 20.0
+        self._kinds: dict[tuple[str, bool], tuple[_Commits, _Commits]] = {}
+        self._masks, self._copies = _Drafts(), _Drafts()
+        """The drafts of forwards with windows, and of those without."""
         self._windowless = 0
         """How many bursts in a row had no windows."""
         self._used = False
@@ -286,24 +325,27 @@ class AutoWindows(WindowChoice):
             each = self.costs.of_sizes(report.sizes, windowless=report.windowless)
             self._burst = float(each @ report.by_size) / self.costs.level
             self._since += self._burst
-        if used:
-            self._learn(used, burst, report)
+        copied = [one for one in free if one.lookup and not burst.windows[one.index]]
+        for some, with_windows in ((used, True), (copied, False)):
+            if some:
+                self._learn(some, burst, report, with_windows=with_windows)
         for one in free:
-            self._evidence(one).window = int(burst.windows[one.index])
+            self._known(one).window = int(burst.windows[one.index])
 
     # --- choosing ---------------------------------------------------------------------------
 
-    def _evidence(self, sequence: SequenceState) -> _Evidence:
+    def _known(self, sequence: SequenceState) -> _Known:
         if sequence.evidence is None:
             params = sequence.request.params
             key = (params.mode, params.temperature > 0)
-            kind = self._kinds.setdefault(key, _Commits(PRIOR * self._hope, PRIOR))
-            sequence.evidence = _Evidence(_Commits(), kind)
+            priors = _Commits(PRIOR * self._hope, PRIOR), _Commits(PRIOR, PRIOR)
+            windows, plain = self._kinds.setdefault(key, priors)
+            sequence.evidence = _Known(_Evidence(windows), _Evidence(plain))
         return sequence.evidence  # type: ignore[no-any-return]
 
     def _expected(self, sequences: Sequence[SequenceState]) -> Floats:
         """Returns the expected tokens per forward of each sequence with each width, ``[n, K]``."""
-        means = [self._evidence(one).mean for one in sequences]
+        means = [self._known(one).windows.mean for one in sequences]
         return np.array([np.interp(means, self._curves[-1], curve) for curve in self._curves]).T
 
     def _of_free(
@@ -315,10 +357,13 @@ class AutoWindows(WindowChoice):
         if not (any(fixed) or self._used) and self._since < self._next.get(n, 0.0):
             return [0] * n
         assert costs is not None, "the costs of forwards must be known first"
+        known = [self._known(one) for one in free]
         committed = self._expected(free)
-        opened = np.array([self._evidence(one).window > 0 for one in free])
+        opened = np.array([one.window > 0 for one in known])
         committed -= (committed - 1) * np.where(opened, 0, 1 / OPENING)[:, None]
-        more = np.where(widths, (committed - 1) * (self._drafts / self._accepted), 0)
+        committed[:, 0] = [one.plain.mean for one in known]
+        drafts = np.where(widths, self._masks.per_accepted, self._copies.per_accepted)
+        more = (committed - 1) * drafts
         computed = widths + 1 + more
         left = np.array([one.request.params.max_tokens - one.num_output for one in free])
         np.minimum(committed, left[:, None], out=committed)
@@ -327,21 +372,22 @@ class AutoWindows(WindowChoice):
         alike = np.repeat(np.arange(len(widths))[:, None], n, axis=1)
         priced = (committed - PRICES[:, None, None] * computed).argmax(axis=2)
         few = np.zeros((1, n), np.int64)
-        unknown = np.argsort([one.evidence.own.forwards for one in free], kind="stable")
+        unknown = np.argsort([one.windows.own.forwards for one in known], kind="stable")
         few[0, unknown[: round(n**0.5 / 2 + 0.5)]] = max(len(widths) - 3, 1)
         picks = np.concatenate([alike, priced, few])
         every = np.arange(n)
         others = sum(1.25 * window + 1 if window else 1 for window in fixed)
         tokens = computed[every, picks].sum(axis=1) + others
-        # A window mostly has either no drafts or nearly as many as it can have.
-        seconds = costs.expected(tokens, 0.85 * more[every, picks].sum(axis=1) / n**0.5)
+        # A forward mostly has either no drafts or nearly as many as it can have.
+        spread = 0.85 * more[every, picks].sum(axis=1) / n**0.5
+        seconds = costs.expected(tokens, spread)
         if not any(fixed):
-            seconds[0] = costs.seconds(float(n + len(fixed)), windowless=True)
+            seconds[0] = costs.expected(tokens[:1], spread[:1], windowless=True)[0]
         rates = (committed[every, picks].sum(axis=1) + len(fixed)) / seconds
         rates[1:][~picks[1:].any(axis=1)] = 0
         best = 1 + int(rates[1:-1].argmax())
         trial = best if seconds[best] < HARMLESS * seconds[0] else len(rates) - 1
-        if any(one.evidence.kind.forwards < ENOUGH for one in free):
+        if any(one.windows.kind.forwards < ENOUGH for one in known):
             best, self.most_forwards = trial, TRIAL[-1]
         else:
             doubt = costs.doubt(tokens[best], tokens[0], windowless=not any(fixed))
@@ -357,39 +403,46 @@ class AutoWindows(WindowChoice):
             elif not pays:
                 self._next[n] = min(due, self._since + PATIENCE * self._burst)
         chosen = widths[picks[best]]
-        first = [not one.evidence.own.forwards for one in free]
+        first = [not one.windows.own.forwards for one in known]
         if self.most_forwards is None and 2 * np.count_nonzero(chosen[first]) >= n:
             self.most_forwards = TRIAL[1]
         return chosen.tolist()  # type: ignore[no-any-return]
 
     # --- learning ---------------------------------------------------------------------------
 
-    def _learn(self, some: list[SequenceState], burst: Burst, report: Report) -> None:
-        """Learns how many tokens windows have committed."""
+    def _learn(
+        self, some: list[SequenceState], burst: Burst, report: Report, *, with_windows: bool
+    ) -> None:
+        """Learns how many tokens forwards with windows, or without, have committed."""
         at = np.array([one.index for one in some])
         windows = burst.windows[at]
-        columns = self._widths.searchsorted(windows)
         tokens = report.num_output[at] - [one.num_output for one in some]
         forwards = report.num_forwards[at] - [one.num_forwards for one in some]
         slots = report.num_token_instances[at] - [one.num_token_instances for one in some]
-        drafts = slots - forwards * (windows + 1)
-        self._drafts += max(float(drafts.sum()), 0.0)
-        self._accepted += float((tokens - forwards).sum())
-        keep = min(DRAFTS_MEMORY / self._accepted, 1.0)
-        self._drafts, self._accepted = self._drafts * keep, self._accepted * keep
+        made = float((slots - forwards * (windows + 1)).sum())
+        drafts = self._masks if with_windows else self._copies
+        drafts.add(made, float((tokens - forwards).sum()))
+        committed = tokens
+        if with_windows:
+            forwards, committed = self._as_widest(some, windows, tokens, forwards)
+        for i, one in enumerate(some):
+            known = self._known(one)
+            evidence = known.windows if with_windows else known.plain
+            evidence.add(committed[i], forwards[i], max(MEMORY, len(some)))
+
+    def _as_widest(
+        self, some: list[SequenceState], windows: np.ndarray, tokens: np.ndarray, forwards: Floats
+    ) -> tuple[Floats, Floats]:
+        """Returns the forwards that had drafts, and what they would have committed with the widest
+        window."""
+        columns = self._widths.searchsorted(windows)
         # The first forward of a window has no drafts yet.
-        opened = [not self._evidence(one).window for one in some]
+        opened = [not self._known(one).window for one in some]
         choices = [one.request.params.mode == "verified" for one in some]
         forwards = np.maximum(forwards - opened, 0)
         more = np.maximum(tokens - np.multiply(opened, choices) - forwards, 0)
-        # Converts what these windows have committed to what the widest one would have.
         narrow = self._expected(some)[np.arange(len(some)), columns] - 1
         narrow = (more + PRIOR * narrow) / (forwards + PRIOR)
-        for i, one in enumerate(some):
-            wide = np.interp(narrow[i] + 1, self._curves[columns[i]], self._curves[-1])
-            committed = forwards[i] + more[i] * (wide - 1) / max(narrow[i], 1e-3)
-            own, before = one.evidence.own, one.evidence.own.forwards
-            own.add(committed, forwards[i], OWN_MEMORY)
-            weight = max(_weight(own.forwards) - _weight(before), 0.0)
-            rate = committed / max(forwards[i], 1)
-            one.evidence.kind.add(weight * rate, weight, max(MEMORY, len(some)))
+        curves = zip(narrow + 1, self._curves[columns], strict=True)
+        wide = np.array([np.interp(x, curve, self._curves[-1]) for x, curve in curves])
+        return forwards, forwards + more * (wide - 1) / np.maximum(narrow, 1e-3)

@@ -51,12 +51,15 @@ class Text:
       sure: how probable a place adds nothing to the entropies of a window's drafts; else it adds
         1 nat of 2.
       length: tokens of a completion on average.
+      copied: how probable a token copied from the text is right, if those before it are; 0 if
+        there is nothing to copy.
     """
 
     right: float
     fading: float
     sure: float
     length: int
+    copied: float = 0.0
 
 
 LOW_ENTROPY = Text(0.997, 0.997, 0.95, 37)
@@ -65,6 +68,9 @@ PROSE = Text(0.88, 0.97, 0.55, 70)
 HARD = Text(0.3, 0.9, 0.3, 80)
 ESSAY = Text(0.96, 0.995, 0.85, 400)
 """Neither easy nor hard, and long."""
+COPIED = Text(0.85, 0.9, 0.9, 80, copied=0.95)
+"""Easier to copy than to draft."""
+COPIES = 15
 
 
 class Script:
@@ -88,6 +94,11 @@ class Script:
         here = self._hard[place + 1 : place + 1 + drafts]
         right = here < self.text.right * self.text.fading ** np.arange(drafts)
         return drafts if right.all() else int(right.argmin())
+
+    def copied(self, place):
+        """How many of the COPIES behind ``place`` are right."""
+        right = self._hard[place + 1 : place + 1 + COPIES] < self.text.copied
+        return COPIES if right.all() else int(right.argmin())
 
 
 class Simulation:
@@ -132,6 +143,7 @@ class Simulation:
         params = SamplingParams(max_tokens=script.length, mode=self._mode)
         state = SequenceState(Request(self._numbers, [1] * PROMPT, params), self._numbers)
         state.index = index
+        state.lookup = self._windows.lookup(state.request)
         return _Sequence(script, state)
 
     def _burst(self, running, fresh, waiting):
@@ -231,8 +243,10 @@ class _Sequence:
             self.place += self.drafts
             self.drafts = max(1, min(script.accepted(self.place, window - 1) + 1, window))
         else:
-            slots = window + 1 + self.drafts
-            accepted = script.accepted(self.place, self.drafts)
+            copies = COPIES if self.state.lookup and script.text.copied and not window else 0
+            slots = window + 1 + self.drafts + copies
+            accepted = script.copied(self.place) if copies else 0
+            accepted = accepted or script.accepted(self.place, self.drafts)
             self.place += 1 + accepted
             whole = accepted == self.drafts
             self.drafts = script.drafts(self.place, window) if whole else 0

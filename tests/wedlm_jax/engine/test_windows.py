@@ -1,6 +1,7 @@
 """Chosen windows against every fixed width, on made-up texts and devices: never much slower than
 none, and nearly as fast as the best."""
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.wedlm_jax.engine.simulated_decoding import (
+    COPIED,
     CPU_COSTS,
     ESSAY,
     HARD,
@@ -254,6 +256,42 @@ def test_easy_and_hard_sequences_get_their_own_windows():
     assert speed > 0.9 * max(fixed)
 
 
+@pytest.mark.parametrize(
+    ("device", "text", "used"),
+    [
+        ("tpu", COPIED, False),
+        ("tpu", dataclasses.replace(COPIED, copied=0.0), True),
+        ("tpu", REASONING, True),
+        ("cpu", REASONING, True),
+        ("cpu", HARD, False),
+    ],
+)
+def test_windows_are_not_used_where_copies_are_faster(device, text, used):
+    """A drafter's masks must be worth more than the copies that the text offers without them."""
+    windows = AutoWindows(16, 1, table(device), lookup=15, drafter=True)
+    simulation = Simulation(windows, DEVICES[device], 1)
+    simulation.decode(scripts((text,), 60, 0))
+    late = simulation.chosen[len(simulation.chosen) // 2 :]
+    share = np.mean([chosen[0] > 0 for chosen in late])
+    assert share > 0.9 if used else share < 0.2
+
+
+def test_a_drafter_takes_no_copies_away():
+    requests = [
+        Request(0, [1], SamplingParams(draft=draft)) for draft in ("auto", "both", "masks", "none")
+    ]
+    copies = [
+        [choice.lookup(one) for one in requests]
+        for choice in (
+            AutoWindows(16, 1, lookup=15, drafter=True),
+            WindowChoice(16, 15, drafter=True),
+            AutoWindows(16, 1, lookup=15),
+        )
+    ]
+    assert copies == [[15, 15, 0, 0], [15, 15, 0, 0], [0, 15, 0, 0]]
+    assert AutoWindows(16, 1, drafter=True).lookup(requests[0]) == 0
+
+
 def state(number, index, window=None, mode="verified"):
     params = SamplingParams(mode=mode, max_tokens=64)
     sequence = SequenceState(Request(number, [1, 2, 3], params, window), number)
@@ -342,7 +380,7 @@ def test_the_first_windows_of_most_sequences_are_looked_at_soon():
     one = state(0, 0)
     assert windows.choose([one])[0] > 0
     assert windows.most_forwards == 8
-    one.evidence.own.add(80.0, 10.0, 48.0)
+    one.evidence.windows.own.add(80.0, 10.0, 48.0)
     assert windows.choose([one])[0] > 0
     assert windows.most_forwards is None
 
