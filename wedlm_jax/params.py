@@ -219,8 +219,9 @@ class SamplingParams:
             "source of drafts in mode verified; it does not change the tokens. masks: filled in by "
             "a model trained on masks. lookup: copied from an earlier occurrence of the last "
             "tokens in the text. both: masks, and copies that save time where no mask drafts. "
-            "none: no drafts, as in mode ar. auto: masks if the model knows them, else lookup "
-            "where it saves time",
+            "none: no drafts, as in mode ar. auto: masks if the model was trained on them, else "
+            "lookup where it saves time; with a drafter, both, and no masks where copies alone are "
+            "faster",
             choices=DRAFTS,
         ),
     ] = "auto"

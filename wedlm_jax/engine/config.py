@@ -142,7 +142,8 @@ class EngineConfig:
         int | None,
         Option(
             "maximum drafts copied from a sequence's own text; without windows they are used where "
-            "that saves time, with windows only for prompts that ask for them",
+            "that saves time, with windows of a model that was trained on masks only for prompts "
+            "that ask for them",
             low=0,
             high=MOST_LOOKUP,
             none=f"{MOST_LOOKUP}; 0 where window_size is 0",

@@ -95,11 +95,11 @@ class Engine:
         self.window_size, lookup = config.drafting(knows_masks=model.config.knows_masks)
         replicas = 1 if mesh is None else mesh.shape["data"]
         self.windows: WindowChoice
-        drafter = model.config.has_drafter
+        drafter, widest = model.config.has_drafter, _widest(self.window_size, model)
         if self.window_size == "auto":
             paper = DEFAULT_WINDOW if config.window_size is None else None
             self.windows = AutoWindows(
-                _widest("auto"),
+                widest,
                 config.max_batch_size,
                 replicas=replicas,
                 lookup=lookup,
@@ -114,7 +114,7 @@ class Engine:
             self.settings, self.memory = plan_engine(
                 model.config,
                 config,
-                window=_widest(self.window_size),
+                window=widest,
                 lookup=lookup,
                 known_tokens=known_tokens,
                 dtype=model.embed_tokens[...].dtype,
@@ -413,10 +413,14 @@ class Engine:
                 yield
 
 
-def _widest(window_size: int | str) -> int:
-    if window_size == "auto":
-        return AUTO_WINDOW.get(jax.default_backend(), AUTO_WINDOW["gpu"])
-    return int(window_size)
+def _widest(window_size: int | str, model: Transformer) -> int:
+    """Returns the widest window of masks. A drafter's masks are worth little beyond the width that
+    they were trained for, so no wider window is chosen for them."""
+    if window_size != "auto":
+        return int(window_size)
+    usual = AUTO_WINDOW.get(jax.default_backend(), AUTO_WINDOW["gpu"])
+    trained = model.lora.window_size if model.lora is not None and model.config.has_drafter else 0
+    return max(min(usual, trained or usual), 2)
 
 
 def runs_apart() -> bool:

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from wedlm_jax.completion import Drafts
 from wedlm_jax.engine.costs import CostTable, Floats
 from wedlm_jax.engine.interface import Burst, Report, Request
 from wedlm_jax.engine.sequence import SequenceState
@@ -221,6 +222,12 @@ class _Drafts:
     @property
     def per_accepted(self) -> float:
         return self.made / self.accepted
+
+
+def _copies(sequence: SequenceState, report: Report) -> Drafts:
+    """Returns a sequence's drafts of both kinds in a burst, if it may have copies; else none."""
+    new = report.tokens[sequence.index] if sequence.lookup else None
+    return Drafts() if new is None else Drafts.read(new.drafts_at)
 
 
 class AutoWindows(WindowChoice):
@@ -419,9 +426,14 @@ class AutoWindows(WindowChoice):
         tokens = report.num_output[at] - [one.num_output for one in some]
         forwards = report.num_forwards[at] - [one.num_forwards for one in some]
         slots = report.num_token_instances[at] - [one.num_token_instances for one in some]
-        made = float((slots - forwards * (windows + 1)).sum())
+        if with_windows:
+            # Copies are not the window's merit: they do not depend on its width.
+            copies = [_copies(one, report) for one in some]
+            tokens = tokens - [one.lookup_accepted for one in copies]
+            slots = slots - [one.lookup for one in copies]
         drafts = self._masks if with_windows else self._copies
-        drafts.add(made, float((tokens - forwards).sum()))
+        made = slots - forwards * (windows + 1)
+        drafts.add(float(made.sum()), float((tokens - forwards).sum()))
         committed = tokens
         if with_windows:
             forwards, committed = self._as_widest(some, windows, tokens, forwards)

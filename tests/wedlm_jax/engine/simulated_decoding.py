@@ -4,7 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from wedlm_jax.engine.interface import Admission, Burst, Report, Request
+from wedlm_jax.completion import Drafts
+from wedlm_jax.engine.interface import Admission, Burst, NewTokens, Report, Request
 from wedlm_jax.engine.sequence import SequenceState
 from wedlm_jax.params import SamplingParams
 
@@ -177,8 +178,10 @@ class Simulation:
         self.seconds += seconds
         # Rows: what is computed, the length of the completion, forwards, slots.
         numbers, finished = np.zeros((4, self._n), np.int32), np.ones(self._n, bool)
+        tokens = [None] * self._n
         for one in running:
             index = one.state.index
+            tokens[index] = one.new_tokens()
             numbers[:, index] = one.computed, one.place, one.forwards, one.slots
             finished[index] = one.finished
         report = Report(
@@ -186,7 +189,7 @@ class Simulation:
             finished,
             np.zeros(self._n, bool),
             *numbers[2:],
-            tokens=[None] * self._n,
+            tokens=tokens,
             num_run=run,
             sizes=tuple(self._sizes.tolist()),
             by_size=by_size,
@@ -219,6 +222,7 @@ class _Sequence:
     def __init__(self, script, state):
         self.script, self.state = script, state
         self.place = self.drafts = self.forwards = self.slots = 0
+        self.codes = []
         self.prompt = PROMPT
 
     @property
@@ -243,10 +247,14 @@ class _Sequence:
             self.place += self.drafts
             self.drafts = max(1, min(script.accepted(self.place, window - 1) + 1, window))
         else:
-            copies = COPIES if self.state.lookup and script.text.copied and not window else 0
+            copies = self.state.lookup if script.text.copied and not self.drafts else 0
             slots = window + 1 + self.drafts + copies
-            accepted = script.copied(self.place) if copies else 0
-            accepted = accepted or script.accepted(self.place, self.drafts)
+            if copies:
+                accepted = script.copied(self.place)
+                checked = Drafts(lookup=copies, lookup_accepted=accepted)
+                self.codes.append(checked.accepting(copies))
+            else:
+                accepted = script.accepted(self.place, self.drafts)
             self.place += 1 + accepted
             whole = accepted == self.drafts
             self.drafts = script.drafts(self.place, window) if whole else 0
@@ -254,6 +262,11 @@ class _Sequence:
         self.slots += slots
         self.place = min(self.place, script.length)
         return slots
+
+    def new_tokens(self):
+        """What a report says of the drafts since the last one."""
+        codes, self.codes = self.codes, []
+        return NewTokens([], [], [], None, codes)
 
     def collect(self):
         """Brings the host's view up to date; returns the new tokens."""
