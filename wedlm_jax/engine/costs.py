@@ -99,12 +99,11 @@ class CostTable:
         found: Floats = costs[self.sizes.searchsorted(tokens - whole * largest)] + whole * costs[-1]
         return found
 
-    def expected(self, tokens: Floats, spread: Floats, *, windowless: bool = False) -> Floats:
+    def expected(self, tokens: Floats, spread: Floats) -> Floats:
         """Returns the expected seconds of forwards whose token counts vary by ``spread`` around an
         average: a forward that just fits into a size may not fit the next time."""
         each = tokens + spread * np.array([[-1.0], [0.0], [1.0]])
-        seconds = self.seconds(np.maximum(each, 1), windowless=windowless)
-        mean: Floats = seconds.sum(axis=0) / 3
+        mean: Floats = self.seconds(np.maximum(each, 1)).sum(axis=0) / 3
         return mean
 
     def doubt(self, tokens: float, without: float, *, windowless: bool) -> float:

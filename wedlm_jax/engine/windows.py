@@ -224,8 +224,8 @@ class _Drafts:
         return self.made / self.accepted
 
 
-def _copies(sequence: SequenceState, report: Report) -> Drafts:
-    """Returns a sequence's drafts of both kinds in a burst, if it may have copies; else none."""
+def _drafts_of(sequence: SequenceState, report: Report) -> Drafts:
+    """Returns the drafts that a sequence checked in a burst if it may have copies; else none."""
     new = report.tokens[sequence.index] if sequence.lookup else None
     return Drafts() if new is None else Drafts.read(new.drafts_at)
 
@@ -264,6 +264,9 @@ class AutoWindows(WindowChoice):
         self._kinds: dict[tuple[str, bool], tuple[_Commits, _Commits]] = {}
         self._masks, self._copies = _Drafts(), _Drafts()
         """The drafts of forwards with windows, and of those without."""
+        self._copying = _Commits(1.0, 1.0)
+        """How many times longer forwards without windows take because of copies, summed over them,
+        and their number."""
         self._windowless = 0
         """How many bursts in a row had no windows."""
         self._used = False
@@ -323,6 +326,7 @@ class AutoWindows(WindowChoice):
         if not (free and report.num_run):
             return
         used = [one for one in free if burst.windows[one.index]]
+        copied = [one for one in free if one.lookup and not burst.windows[one.index]]
         if bool(used) != self._used:
             self._used, self._since = bool(used), 0.0
             self._next.clear()
@@ -332,7 +336,8 @@ class AutoWindows(WindowChoice):
             each = self.costs.of_sizes(report.sizes, windowless=report.windowless)
             self._burst = float(each @ report.by_size) / self.costs.level
             self._since += self._burst
-        copied = [one for one in free if one.lookup and not burst.windows[one.index]]
+            if copied and not burst.windows.any():
+                self._learn_copying(len(free), each, report)
         for some, with_windows in ((used, True), (copied, False)):
             if some:
                 self._learn(some, burst, report, with_windows=with_windows)
@@ -389,7 +394,9 @@ class AutoWindows(WindowChoice):
         spread = 0.85 * more[every, picks].sum(axis=1) / n**0.5
         seconds = costs.expected(tokens, spread)
         if not any(fixed):
-            seconds[0] = costs.expected(tokens[:1], spread[:1], windowless=True)[0]
+            # Copies are mostly in few forwards, which then have many.
+            slower = self._copying.tokens / self._copying.forwards
+            seconds[0] = costs.seconds(float(n + len(fixed)), windowless=True) * slower
         rates = (committed[every, picks].sum(axis=1) + len(fixed)) / seconds
         rates[1:][~picks[1:].any(axis=1)] = 0
         best = 1 + int(rates[1:-1].argmax())
@@ -428,7 +435,7 @@ class AutoWindows(WindowChoice):
         slots = report.num_token_instances[at] - [one.num_token_instances for one in some]
         if with_windows:
             # Copies are not the window's merit: they do not depend on its width.
-            copies = [_copies(one, report) for one in some]
+            copies = [_drafts_of(one, report) for one in some]
             tokens = tokens - [one.lookup_accepted for one in copies]
             slots = slots - [one.lookup for one in copies]
         drafts = self._masks if with_windows else self._copies
@@ -441,6 +448,18 @@ class AutoWindows(WindowChoice):
             known = self._known(one)
             evidence = known.windows if with_windows else known.plain
             evidence.add(committed[i], forwards[i], max(MEMORY, len(some)))
+
+    def _learn_copying(self, running: int, each: Floats, report: Report) -> None:
+        """Learns how much longer forwards take because of copies; ``each`` is the cost at each of
+        the report's sizes. Larger forwards than copies can make are those of prompts."""
+        assert self.costs is not None
+        running = -(-running // self._replicas)
+        sizes, most = np.array(report.sizes), running * (1 + self._lookup)
+        decodes = sizes <= sizes[sizes >= most].min(initial=sizes.max())
+        forwards = float(report.by_size[decodes].sum())
+        without = float(self.costs.seconds(float(running), windowless=True))
+        took = float(each[decodes] @ report.by_size[decodes])
+        self._copying.add(max(took / without, forwards), forwards, OWN_MEMORY)
 
     def _as_widest(
         self, some: list[SequenceState], windows: np.ndarray, tokens: np.ndarray, forwards: Floats

@@ -54,6 +54,7 @@ class Text:
       length: tokens of a completion on average.
       copied: how probable a token copied from the text is right, if those before it are; 0 if
         there is nothing to copy.
+      copyable: how probable there is something to copy at a place.
     """
 
     right: float
@@ -61,6 +62,7 @@ class Text:
     sure: float
     length: int
     copied: float = 0.0
+    copyable: float = 1.0
 
 
 LOW_ENTROPY = Text(0.997, 0.997, 0.95, 37)
@@ -85,6 +87,7 @@ class Script:
         self.text = text
         self._hard = rng.random(self.length + 200)
         self._nats = np.where(rng.random(self.length + 200) < text.sure, 0.01, 1.0)
+        self._copyable = np.random.default_rng(self.length).random(self.length + 200)
 
     def drafts(self, place, window):
         """Drafts behind ``place``, whose token is known."""
@@ -95,6 +98,9 @@ class Script:
         here = self._hard[place + 1 : place + 1 + drafts]
         right = here < self.text.right * self.text.fading ** np.arange(drafts)
         return drafts if right.all() else int(right.argmin())
+
+    def can_copy(self, place):
+        return bool(self.text.copied and self._copyable[place] < self.text.copyable)
 
     def copied(self, place):
         """How many of the COPIES behind ``place`` are right."""
@@ -247,7 +253,7 @@ class _Sequence:
             self.place += self.drafts
             self.drafts = max(1, min(script.accepted(self.place, window - 1) + 1, window))
         else:
-            copies = self.state.lookup if script.text.copied and not self.drafts else 0
+            copies = self.state.lookup * (not self.drafts and script.can_copy(self.place))
             slots = window + 1 + self.drafts + copies
             if copies:
                 accepted = script.copied(self.place)

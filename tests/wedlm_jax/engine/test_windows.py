@@ -276,6 +276,19 @@ def test_windows_are_not_used_where_copies_are_faster(device, text, used):
     assert share > 0.9 if used else share < 0.2
 
 
+def test_rare_copies_slow_only_the_forwards_that_have_them_down():
+    """Sizes are coarse: charged for a few tokens in each forward, copies would seem to cost more
+    than windows."""
+    costs = {1: 0.3, 16: 0.52, 32: 0.9, 256: 4.0}
+    text = Text(0.9, 0.98, 0.8, 120, copied=0.95, copyable=0.1)
+    known = CostTable(list(costs), [ms / 1000 for ms in costs.values()])
+    windows = AutoWindows(4, 1, known, lookup=15, drafter=True)
+    simulation = Simulation(windows, costs, 1)
+    simulation.decode(scripts((text,), 60, 0))
+    late = simulation.chosen[len(simulation.chosen) // 2 :]
+    assert np.mean([chosen[0] > 0 for chosen in late]) < 0.2
+
+
 def test_a_drafter_takes_no_copies_away():
     requests = [
         Request(0, [1], SamplingParams(draft=draft)) for draft in ("auto", "both", "masks", "none")
