@@ -137,7 +137,8 @@ def _check_optimizer(origin: Origin, config: TrainConfig) -> None:
     try:
         saved = _saved_fields(origin.run)
     except Exception:
-        # Shapes are compared later, so without this recipe only the clearer message is lost.
+        # A recipe that was edited by hand can raise anything. Shapes are compared later, so without
+        # it only the clearer message is lost.
         return
     ours = field_values(dataclasses.asdict(config))
     for field, default in DECISIVE.items():

@@ -179,7 +179,7 @@ def quiet() -> Iterator[None]:
             try:
                 yield
             except Exception:
-                # Orbax's threads report any error again within this time.
+                # Whatever the error is, orbax's threads report it again within this time.
                 time.sleep(LATE_REPORTS_S)
                 raise
     finally:

@@ -150,17 +150,20 @@ PRICES = np.geomspace(0.01, 0.7, 12)
 
 
 @dataclasses.dataclass(slots=True)
-class _Commits:
-    """What forwards with the widest window commit: ``tokens`` in ``forwards``, with older ones
-    counting less."""
+class _Mean:
+    """A mean per forward, to which older forwards contribute less: ``total`` over ``forwards``."""
 
-    tokens: float = 0.0
+    total: float = 0.0
     forwards: float = 0.0
 
-    def add(self, tokens: float, forwards: float, memory: float) -> None:
+    def add(self, total: float, forwards: float, memory: float) -> None:
         kept = math.exp(-forwards / memory)
-        self.tokens = self.tokens * kept + tokens
+        self.total = self.total * kept + total
         self.forwards = self.forwards * kept + forwards
+
+    @property
+    def value(self) -> float:
+        return self.total / self.forwards
 
 
 def _weight(forwards: float) -> float:
@@ -170,23 +173,22 @@ def _weight(forwards: float) -> float:
 
 @dataclasses.dataclass(slots=True)
 class _Evidence:
-    """What a sequence's forwards commit, either those with windows or those without.
+    """The tokens per forward of a sequence, either with windows (as many as the widest would have
+    committed) or without.
 
     Attributes:
-      own: what its forwards committed.
-      kind: the same for the last sequences of its kind, such as greedy ones in mode "verified". It
+      kind: the mean of the last sequences of its kind, such as greedy ones in mode "verified". It
         begins with a prior, which soon fades.
+      own: the mean of its own forwards.
     """
 
-    kind: _Commits
-    own: _Commits = dataclasses.field(default_factory=_Commits)
+    kind: _Mean
+    own: _Mean = dataclasses.field(default_factory=_Mean)
 
     @property
     def mean(self) -> float:
-        """The tokens that a forward (if it has a window, with the widest one) is expected to
-        commit."""
-        usual = self.kind.tokens / self.kind.forwards
-        return (self.own.tokens + PRIOR * usual) / (self.own.forwards + PRIOR)
+        """The expected tokens per forward."""
+        return (self.own.total + PRIOR * self.kind.value) / (self.own.forwards + PRIOR)
 
     def add(self, tokens: float, forwards: float, memory: float) -> None:
         """Adds what forwards have committed; ``memory`` is that of the kind."""
@@ -261,12 +263,11 @@ class AutoWindows(WindowChoice):
         self._curves = np.cumsum(q, axis=1).T[np.maximum(self._widths, 1) - 1]
         """``[K, 200]``, E of each width by q."""
         self._hope = float((HOPE ** np.arange(widest)).sum())
-        self._kinds: dict[tuple[str, bool], tuple[_Commits, _Commits]] = {}
+        self._kinds: dict[tuple[str, bool], tuple[_Mean, _Mean]] = {}
         self._masks, self._copies = _Drafts(), _Drafts()
         """The drafts of forwards with windows, and of those without."""
-        self._copying = _Commits(1.0, 1.0)
-        """How many times longer forwards without windows take because of copies, summed over them,
-        and their number."""
+        self._copying = _Mean(1.0, 1.0)
+        """How many times longer a forward without windows takes because of copies."""
         self._windowless = 0
         """How many bursts in a row had no windows."""
         self._used = False
@@ -350,7 +351,7 @@ class AutoWindows(WindowChoice):
         if sequence.evidence is None:
             params = sequence.request.params
             key = (params.mode, params.temperature > 0)
-            priors = _Commits(PRIOR * self._hope, PRIOR), _Commits(PRIOR, PRIOR)
+            priors = _Mean(PRIOR * self._hope, PRIOR), _Mean(PRIOR, PRIOR)
             windows, plain = self._kinds.setdefault(key, priors)
             sequence.evidence = _Known(_Evidence(windows), _Evidence(plain))
         return sequence.evidence  # type: ignore[no-any-return]
@@ -395,8 +396,8 @@ class AutoWindows(WindowChoice):
         seconds = costs.expected(tokens, spread)
         if not any(fixed):
             # Copies are mostly in few forwards, which then have many.
-            slower = self._copying.tokens / self._copying.forwards
-            seconds[0] = costs.seconds(float(n + len(fixed)), windowless=True) * slower
+            without = costs.seconds(float(n + len(fixed)), windowless=True)
+            seconds[0] = without * self._copying.value
         rates = (committed[every, picks].sum(axis=1) + len(fixed)) / seconds
         rates[1:][~picks[1:].any(axis=1)] = 0
         best = 1 + int(rates[1:-1].argmax())
@@ -427,27 +428,26 @@ class AutoWindows(WindowChoice):
     def _learn(
         self, some: list[SequenceState], burst: Burst, report: Report, *, with_windows: bool
     ) -> None:
-        """Learns how many tokens forwards with windows, or without, have committed."""
+        """Learns how many tokens per forward these sequences commit with windows, or without."""
         at = np.array([one.index for one in some])
         windows = burst.windows[at]
         tokens = report.num_output[at] - [one.num_output for one in some]
         forwards = report.num_forwards[at] - [one.num_forwards for one in some]
         slots = report.num_token_instances[at] - [one.num_token_instances for one in some]
+        drafts, committed, counted = self._copies, tokens, forwards
         if with_windows:
             # Copies are not the window's merit: they do not depend on its width.
             copies = [_drafts_of(one, report) for one in some]
             tokens = tokens - [one.lookup_accepted for one in copies]
             slots = slots - [one.lookup for one in copies]
-        drafts = self._masks if with_windows else self._copies
+            drafts = self._masks
+            committed, counted = self._as_widest(some, windows, tokens, forwards)
         made = slots - forwards * (windows + 1)
         drafts.add(float(made.sum()), float((tokens - forwards).sum()))
-        committed = tokens
-        if with_windows:
-            forwards, committed = self._as_widest(some, windows, tokens, forwards)
         for i, one in enumerate(some):
             known = self._known(one)
             evidence = known.windows if with_windows else known.plain
-            evidence.add(committed[i], forwards[i], max(MEMORY, len(some)))
+            evidence.add(committed[i], counted[i], max(MEMORY, len(some)))
 
     def _learn_copying(self, running: int, each: Floats, report: Report) -> None:
         """Learns how much longer forwards take because of copies; ``each`` is the cost at each of
@@ -464,8 +464,8 @@ class AutoWindows(WindowChoice):
     def _as_widest(
         self, some: list[SequenceState], windows: np.ndarray, tokens: np.ndarray, forwards: Floats
     ) -> tuple[Floats, Floats]:
-        """Returns the forwards that had drafts, and what they would have committed with the widest
-        window."""
+        """Returns the tokens that these forwards would have committed with the widest window, and
+        the number of forwards that could have drafts."""
         columns = self._widths.searchsorted(windows)
         # The first forward of a window has no drafts yet.
         opened = [not self._known(one).window for one in some]
@@ -476,4 +476,4 @@ class AutoWindows(WindowChoice):
         narrow = (more + PRIOR * narrow) / (forwards + PRIOR)
         curves = zip(narrow + 1, self._curves[columns], strict=True)
         wide = np.array([np.interp(x, curve, self._curves[-1]) for x, curve in curves])
-        return forwards, forwards + more * (wide - 1) / np.maximum(narrow, 1e-3)
+        return forwards + more * (wide - 1) / np.maximum(narrow, 1e-3), forwards

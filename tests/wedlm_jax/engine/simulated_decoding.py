@@ -72,7 +72,7 @@ HARD = Text(0.3, 0.9, 0.3, 80)
 ESSAY = Text(0.96, 0.995, 0.85, 400)
 """Neither easy nor hard, and long."""
 COPIED = Text(0.85, 0.9, 0.9, 80, copied=0.95)
-"""Easier to copy than to draft."""
+"""A text whose tokens are easier to copy than to draft."""
 COPIES = 15
 
 
