@@ -19,6 +19,9 @@ from wedlm_jax.decode import chain
 from wedlm_jax.decode.chain import chained_drafts, likeliest
 from wedlm_jax.decode.spans import SpanPlan
 from wedlm_jax.decode.state import Backup
+from wedlm_jax.engine.config import MOST_LOOKUP, EngineConfig
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
@@ -175,3 +178,17 @@ def test_drafts_are_the_same_with_the_vocabulary_divided(sizes):
     assert answers(small_engine(on_mesh(model, mesh), mesh=mesh, max_batch_size=each)) == expected
     # Of a vocabulary larger than the candidates, only some drafts are right.
     assert min(one.num_forwards for one in expected) < 17
+
+
+def test_an_engine_gives_a_drafter_its_own_width_and_copies():
+    def engine_of(model):
+        return Engine(model, EngineConfig(max_batch_size=1, max_model_len=48))
+
+    def copies(engine):
+        return engine.windows.lookup(Request(0, [5], SamplingParams()))
+
+    model = model_of_pairs(TINY)
+    model.lora = dataclasses.replace(model.lora, window_size=4)
+    ours, trained = engine_of(model), engine_of(Transformer(TINY, rngs=nnx.Rngs(3)))
+    assert (ours.settings.window, copies(ours)) == (4, MOST_LOOKUP)
+    assert (trained.settings.window, copies(trained)) == (16, 0)
