@@ -71,7 +71,7 @@ is an error in `--help` or in a docstring, too.
 SAMPLING_HEAD = """\
 Arguments of `SamplingParams(...)` in Python, flags of `wedlm generate`, and keys of `sampling` in \
 a record of a [batch job](batch.md). What they mean where masks are filled out of order is in \
-[How it works](sampling.md). None is refused unless its meaning is given.
+[Sampling options](sampling.md). None is refused unless its meaning is given.
 """
 ENGINE_HEAD = """\
 Arguments of `LLM(...)` in Python, and flags on the command line, where `max_batch_size` is \
