@@ -24,13 +24,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument("--plot", type=Path, required=True, metavar="FILE", help="an .svg to write")
     options = parser.parse_args(arguments)
+    for run in options.runs:
+        if not (run / "metrics.jsonl").is_file():
+            parser.error(f"{run}: no metrics.jsonl here, so this is not the folder of a run")
     figure = new_figure(10, 4)
     for axes, (kind, title) in zip(figure.subplots(1, 2), KINDS.items(), strict=True):
         for run in options.runs:
             steps, values = losses(run, kind)
             axes.plot(steps, values, label=run.name, linewidth=1)
             mean = sum(values[-LAST:]) / len(values[-LAST:])
-            print(f"{run.name}: {title} {mean:.4f}, mean of the last {LAST} lines")
+            print(f"{run.name}: {title} {mean:.4f}, mean of the last {len(values[-LAST:])} lines")
         axes.set(xlabel="step", ylabel="loss, nats", title=title)
         axes.grid(alpha=0.3)
         axes.legend()

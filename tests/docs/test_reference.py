@@ -3,6 +3,8 @@
 import dataclasses
 import json
 
+import pytest
+
 from docs.drawings import DRAWINGS, FOLDER
 from docs.losses import main
 from docs.reference import PAGE, page
@@ -43,3 +45,6 @@ def test_each_run_is_a_line_of_each_panel(tmp_path, capsys):
     assert "two: masked tokens 2.5000" in said
     drawn = plot.read_text()
     assert all(text in drawn for text in (">one<", ">two<", "masked tokens", "next tokens"))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "three"), "--plot", str(plot)])
+    assert "three: no metrics.jsonl here" in capsys.readouterr().err

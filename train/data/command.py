@@ -189,7 +189,7 @@ def main(arguments: list[str]) -> int:
     print(
         f"{job.output}: {counted(made.rows, 'row')} of {made.row_length} in "
         f"{counted(len(made.shards), 'shard')}, {made.fill:.1%} filled; "
-        f"{made.samples:,} samples of {made.records:,} records, "
+        f"{counted(made.samples, 'sample')} of {counted(made.records, 'record')}, "
         f"{made.tokens:,} tokens ({made.trainable_tokens:,} trainable), "
         f"{made.tokens / seconds:,.0f} tokens/s"
     )

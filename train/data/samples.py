@@ -177,6 +177,8 @@ class SampleMaker:
             missing = f"no {known[0]!r}" if len(known) == 1 else f"none of {', '.join(known)}"
             if known == ["prompt_token_ids"]:
                 missing += ", which `wedlm generate --prompt-token-ids` writes"
+            for half in (key for key in known if key in record):
+                missing = f"{half!r} without {PAIRS[half][0]!r}"
             raise Wrong("missing key", missing)
         if len(keys) > 1:
             raise Wrong("several formats", f"{' and '.join(keys)}; choose one with --format")

@@ -110,8 +110,10 @@ def read_adapter_config(folder: Path, *, drafter: bool = False) -> dict[str, Any
     """
     path = folder / ADAPTER_CONFIG
     if (content := read_object(path)) is None:
-        absent = f"{folder}: no {ADAPTER_CONFIG} here, so this is not the folder of a drafter"
-        raise InputError(absent if drafter else f"{path}: no such file")
+        if not drafter:
+            raise InputError(f"{path}: no such file")
+        what = f"no {ADAPTER_CONFIG} here, so this is not the folder of a drafter"
+        raise InputError(f"{folder}: {what if folder.exists() else 'no such folder'}")
     settings = content.get("wedlm")
     if drafter != (isinstance(settings, dict) and settings.get("rows") == "masked"):
         raise InputError(

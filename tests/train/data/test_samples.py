@@ -202,7 +202,7 @@ LONG_CHAT = [*CHAT[:2], {"role": "assistant", "content": "one two " * ROW}]
 PAIR = {"prompt": "Count to 3.", "completion": "1, 2, 3"}
 RECORDS = [
     ({}, "missing key"),
-    ({"prompt": "a"}, "missing key"),
+    ({"prompt": "a"}, "missing key: 'prompt' without 'completion'"),
     ({"text": "a", "messages": CHAT}, "several formats"),
     ({**PAIR, "text": "c"}, "several formats"),
     ({"text": 3}, "wrong type"),
