@@ -226,8 +226,10 @@ class Job:
         """Reads the whole input once, and indexes its records."""
         files, started = self.source.files, time.monotonic()
         if self.source.pipe:
+            before = {*self.output.folder.glob(f"{SPOOL}*")}
             files = (spool(self.source, self.output.folder),)
-            self._spooled = files[0].path
+            if files[0].path not in before:
+                self._spooled = files[0].path
         if self.source.others:
             count = counted(len(self.source.others), "file")
             self.say(f"{count} in the folders not read: neither .jsonl nor .parquet")
@@ -346,7 +348,7 @@ class Job:
         return f"{kept:,} of {folder.identity['rows']:,} records are kept in {folder.folder}"
 
     def _drop_spool(self) -> None:
-        """Removes the copy of a pipe if the job was refused."""
+        """Removes the copy of a pipe that a refused job has made."""
         if self._spooled is not None:
             self._spooled.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
