@@ -59,16 +59,16 @@ def test_files_and_folders_are_one_row_after_the_other(work, model, quick, capsy
 def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, refusal):
     content = lines([*words(7), {"promt": "a"}])
 
-    def piped():
+    def piped(*options):
         if name == "-":
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-            return run(model, "--shard-size", "3", input="-", output="out")
+            return run(model, "--shard-size", "3", *options, input="-", output="out")
         if not Path("fifo").exists():
             os.mkfifo("fifo")
         writer = threading.Thread(target=lambda: Path("fifo").write_bytes(content))
         writer.start()
         try:
-            return run(model, "--shard-size", "3", input="fifo", output="out")
+            return run(model, "--shard-size", "3", *options, input="fifo", output="out")
         finally:
             writer.join()
 
@@ -76,6 +76,8 @@ def test_a_pipe_is_kept_until_the_job_ends(model, quick, name, monkeypatch, refu
         stop_after(0, KeyboardInterrupt(), patch)
         assert piped() == 130
     (spooled,) = Path("out").glob("spooled-*.jsonl")
+    assert spooled.read_bytes() == content
+    assert piped("--seed", "7") == 2  # another job with the same input is refused, and keeps it
     assert spooled.read_bytes() == content
     # A job of a pipe goes on from the pipe, or from what was kept of it.
     assert run(model, input=str(spooled), output="out") == 0
