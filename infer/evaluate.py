@@ -247,10 +247,13 @@ def decoders_at(
     at = [dataclasses.replace(base, entropy_threshold=x) for x in thresholds]
     decoders: list[Decoder] = []
     folder = find_model(model)
-    masks = others.get("drafter") is not None or open_checkpoint(folder).config.knows_masks
-    if not masks and "paper" in kinds:
+    drafter = others.get("drafter") is not None
+    masks = drafter or open_checkpoint(folder).config.knows_masks
+    if (drafter or not masks) and "paper" in kinds:
         kinds = [kind for kind in kinds if kind != "paper"]
         why = f"{model or folder} was not trained on masks"
+        if drafter:
+            why = "a drafter's masks only propose tokens"
         if not kinds:
             raise InputError(f"--decoders: mode paper needs masks, but {why}")
         print(f"{why}: mode paper is left out", file=sys.stderr)
