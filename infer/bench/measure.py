@@ -36,11 +36,19 @@ def status(title: str) -> Status:
 def by_turns(ways: Mapping[str, Callable[[], T]], passes: int, title: str) -> dict[str, list[T]]:
     """Calls each way once, which compiles, and then all of them in turn, once per pass.
 
+    Every second pass goes backwards, so that no way gains or loses by always running right after
+    the same other one.
+
     Returns:
       the results of each way: that of the call that compiled, then that of each pass.
     """
     made: dict[str, list[T]] = {name: [] for name in ways}
-    turns = [(number, name) for number in range(passes + 1) for name in ways]
+    forwards, backwards = list(ways), list(reversed(ways))
+    turns = [
+        (number, name)
+        for number in range(passes + 1)
+        for name in (backwards if number % 2 else forwards)
+    ]
     with ProgressBar("runs", total=len(turns), title=title) as bar:
         for done, (number, name) in enumerate(turns):
             bar.update(done, text=f"{name} {f'in pass {number}' if number else 'compiles'}")

@@ -14,11 +14,11 @@ from wedlm_jax.errors import InputError
 AR = Speed("AR", "prose", 8, 24, 1000, 1000, [1.0, 4.0, 2.0], 0.0)
 
 
-def test_by_turns_goes_round():
+def test_every_second_pass_goes_backwards():
     calls = []
     ways = {name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}
-    assert by_turns(ways, 2, "") == {"a": [1, 3, 5], "b": [2, 4, 6]}
-    assert calls == list("ababab")
+    assert by_turns(ways, 2, "") == {"a": [1, 4, 5], "b": [2, 3, 6]}
+    assert calls == list("abbaab")
 
 
 def test_figures_are_written_as_they_come(tmp_path, capsys):
