@@ -52,6 +52,7 @@ COMPARISONS = {
             "draft": ["masks", "lookup", "auto"],
             "window_size": ["auto"],
             **_SPEEDS,
+            "assistant": None,
         },
     ),
     "identity": Comparison(
@@ -104,6 +105,11 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "another library's AR on the same weights; with one sequence at a time also its prompt "
         "lookup (drafts), and mode paper by whole forwards without a cache (windows)",
         {"choices": RIVALS},
+    ),
+    "assistant": (
+        "what drafts for the rival's assisted generation, one sequence at a time: a smaller model "
+        "of the same tokenizer, or how many of the model's own first layers",
+        {"metavar": "DIR|N"},
     ),
     "prompts": (
         "number of prompts: in windows and drafts for each regime [2 per sequence, at least 24], "
@@ -213,6 +219,8 @@ def _check(options: Mapping[str, Any], chosen: Sequence[str]) -> None:
                 "--rival and --quantization: the other library's weights are not rounded"
             )
         check_rival()
+    elif "assistant" in options:
+        raise InputError("--assistant drafts for --rival, which is not given")
     if "plot" in options:
         check_plot(options["plot"])
 
@@ -231,7 +239,7 @@ def main(arguments: list[str]) -> int:
     report, regimes = Report(options.get("output")), regimes_of(options)
     subject = load_subject(options)
     if "rival" in options:
-        options["rival"] = Rival(subject)
+        options["rival"] = Rival(subject, options.get("assistant"))
     for name in chosen:
         module, _, function = COMPARISONS[name].function.partition(":")
         compare = getattr(importlib.import_module(f"infer.bench.{module}"), function)

@@ -43,7 +43,7 @@ def by_turns(ways: Mapping[str, Callable[[], T]], passes: int, title: str) -> di
       the results of each way: that of the call that compiled, then that of each pass.
     """
     made: dict[str, list[T]] = {name: [] for name in ways}
-    forwards, backwards = list(ways), list(reversed(ways))
+    forwards, backwards = list(ways), list(ways)[::-1]
     turns = [
         (number, name)
         for number in range(passes + 1)

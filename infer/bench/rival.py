@@ -1,16 +1,18 @@
-"""Decoding with transformers (PyTorch): AR, its prompt lookup, and mode "paper" by whole forwards
-without a cache, with the same weights and prompts."""
+"""Decoding with transformers (PyTorch): AR, its prompt lookup, its assisted generation, and mode
+"paper" by whole forwards without a cache, with the same weights and prompts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from wedlm_jax.checkpoint.open import find_model, read_architecture
 from wedlm_jax.config import STOCK, ModelConfig, config_to_hf, with_model_type
-from wedlm_jax.errors import errors_at, require_extra
+from wedlm_jax.errors import InputError, errors_at, require_extra
 from wedlm_jax.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 RIVALS = ("transformers",)
 RIVAL = "transformers, AR"
 RIVAL_LOOKUP = "transformers, lookup"
+RIVAL_ASSISTED = "transformers, assisted"
 RIVAL_RECOMPUTE = "transformers, recomputed"
-"""Names in tables: plain decoding, prompt lookup, and mode "paper" without a cache."""
+"""Names in tables: plain decoding, prompt lookup, assisted generation, and mode "paper" without a
+cache."""
 LOOKUP_TOKENS = 10
 """Number of drafts of its lookup, as in its documentation."""
 
@@ -35,28 +39,42 @@ class Rival:
 
     Args:
       subject: model whose weights are used; if they are random, only its shape is used.
+      assistant: what drafts for its assisted generation: a folder with a smaller model of the same
+        vocabulary, or the number of the model's own first layers that do; None for neither.
 
     Attributes:
-      forwards: forwards of all batches so far, those of prompts included.
+      forwards: forwards of all layers so far, those of prompts included; a batch counts once.
+      drafters: options of transformers' `generate` for each of its ways to draft, by name.
     """
 
-    def __init__(self, subject: Subject):
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
+    def __init__(self, subject: Subject, assistant: str | None = None):
         self._config = subject.config
-        dtype = getattr(torch, subject.dtype)
-        config: Any = AutoConfig.for_model(**config_for_transformers(subject.config, subject.dtype))
-        model: Any
-        if subject.folder is None:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(subject.folder, config=config, dtype=dtype)
-        self._model = model.eval()
+        self._model = _load(subject.config, subject.folder, subject.dtype)
         self.forwards = 0
         self._model.register_forward_hook(self._count)
-        # Decoding is greedy, even if the checkpoint advises sampling.
-        self._model.generation_config = type(model.generation_config)()
+        self.drafters: dict[str, Mapping[str, Any]] = {
+            RIVAL_LOOKUP: {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        }
+        if assistant is not None:
+            with errors_at("--assistant"):
+                self.drafters[RIVAL_ASSISTED] = self._assisted_by(assistant, subject.dtype)
+
+    def _assisted_by(self, assistant: str, dtype: str) -> Mapping[str, Any]:
+        if assistant.isdecimal():
+            layers = self._config.num_hidden_layers
+            if not 0 < int(assistant) < layers:
+                raise InputError(
+                    f"expected fewer than the model's {layers} layers, at least 1, not {assistant}"
+                )
+            return {"assistant_early_exit": int(assistant)}
+        folder = find_model(assistant)
+        config = read_architecture(folder)
+        if config.vocab_size != self._config.vocab_size:
+            raise InputError(
+                f"{folder} has {config.vocab_size:,} tokens, the model "
+                f"{self._config.vocab_size:,}; they need the same tokenizer"
+            )
+        return {"assistant_model": _load(config, folder, dtype)}
 
     def decode(
         self,
@@ -64,16 +82,16 @@ class Rival:
         *,
         max_tokens: int,
         sequences: int,
-        lookup: bool = False,
+        drafter: str | None = None,
     ) -> list[list[int]]:
         """Completes prompts greedily in order, ``sequences`` at a time, padded on the left; returns
         the tokens of each completion, its end of text included, as in `Completion.token_ids`.
 
         Args:
-          lookup: whether drafts come from the text; transformers supports one sequence at a time.
+          drafter: one of `drafters`, which take one sequence at a time; None for AR.
         """
         answers: list[list[int]] = []
-        options = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}
+        options = {} if drafter is None else self.drafters[drafter]
         for start in range(0, len(prompts), sequences):
             batch = prompts[start : start + sequences]
             answers += self._generate(batch, max_tokens, self._config.eos_token_ids, **options)
@@ -141,7 +159,8 @@ class Rival:
             return entropies.numpy(), logits.argmax(-1).numpy()
 
     def _count(self, *_: object) -> None:
-        self.forwards += 1
+        # While its first layers draft, transformers makes the model believe that it has no more.
+        self.forwards += self._model.config.num_hidden_layers == self._config.num_hidden_layers
 
     def milliseconds_per_token(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Times a forward that adds a token to every prompt, not counting prefill."""
@@ -179,6 +198,23 @@ class Rival:
                 **options,
             )
         return [_until_end(row, ends) for row in out[:, longest:].tolist()]
+
+
+def _load(config: ModelConfig, folder: Path | None, dtype: str) -> Any:
+    """Loads a checkpoint into transformers, or makes a model of its shape with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    theirs: Any = AutoConfig.for_model(**config_for_transformers(config, dtype))
+    options = {"config": theirs, "dtype": getattr(torch, dtype)}
+    model: Any
+    if folder is None:
+        model = AutoModelForCausalLM.from_config(**options)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    # Decoding is greedy, even if the checkpoint advises sampling.
+    model.generation_config = type(model.generation_config)()
+    return model.eval()
 
 
 def _until_end(tokens: list[int], ends: Sequence[int]) -> list[int]:

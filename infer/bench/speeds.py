@@ -14,7 +14,7 @@ from rich.table import Table
 
 from infer.bench.constants import Constants, by_products, constants_table, measure
 from infer.bench.measure import Report, by_turns, table
-from infer.bench.rival import RIVAL, RIVAL_LOOKUP, RIVAL_RECOMPUTE, Rival
+from infer.bench.rival import RIVAL, RIVAL_RECOMPUTE, Rival
 from infer.bench.subject import Regimes, Subject, Work, forget_programs
 from infer.plots import new_figure, save_figure
 from infer.score import ratios_by_turns
@@ -259,13 +259,14 @@ def _rival_runs(
     ways: Sequence[Way],
     params: SamplingParams,
 ) -> dict[str, Callable[[], _Pass]]:
-    """Returns the rival's passes by name: AR and, for one sequence at a time, its prompt lookup if
+    """Returns the rival's passes by name: AR and, for one sequence at a time, its own drafters if
     a way copies drafts, and whole forwards without a cache if a way is in mode "paper"."""
     plain = partial(rival.decode, prompts, max_tokens=params.max_tokens, sequences=sequences)
     runs: dict[str, Callable[[], _Pass]] = {}
     runs[RIVAL] = partial(_time_rival, rival, plain, alone=False)
     if sequences == 1 and any(way.lookup for way in ways):
-        runs[RIVAL_LOOKUP] = partial(_time_rival, rival, partial(plain, lookup=True))
+        for name in rival.drafters:
+            runs[name] = partial(_time_rival, rival, partial(plain, drafter=name))
     if sequences == 1:
         for window in dict.fromkeys(way.window for way in ways if way.mode == "paper"):
             if isinstance(window, int) and window:

@@ -3,13 +3,14 @@ is there."""
 
 import dataclasses
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
 from benchmarks.options import SHAPES
 from infer.bench.command import main
-from infer.bench.rival import Rival, config_for_transformers
+from infer.bench.rival import RIVAL_ASSISTED, Rival, config_for_transformers
 from infer.bench.speeds import AR, Speed, Way, window_ways
 from infer.bench.subject import load_subject
 from tests.infer.bench.conftest import compared
@@ -86,12 +87,16 @@ def test_the_rival_says_what_we_say(checkpoint):
     params = SamplingParams(max_tokens=8)
     engine = subject.engine(0, 2)
     ours = engine.decode([Request(i, prompt, params) for i, prompt in enumerate(prompts)])
-    rival = Rival(subject)
+    rival = Rival(subject, str(checkpoint))
     assert rival.decode(prompts, max_tokens=8, sequences=2) == [one.token_ids for one in ours]
-    before = rival.forwards
-    drafted = rival.decode(prompts, max_tokens=8, sequences=1, lookup=True)
-    assert drafted == [one.token_ids for one in ours]
-    assert rival.forwards - before <= sum(len(one.token_ids) for one in ours)
+    for drafter in rival.drafters:
+        before = rival.forwards
+        drafted = rival.decode(prompts, max_tokens=8, sequences=1, drafter=drafter)
+        assert drafted == [one.token_ids for one in ours]
+        assert 0 < rival.forwards - before <= sum(len(one.token_ids) for one in ours)
+    assert drafter == RIVAL_ASSISTED
+    tokens = sum(map(len, drafted))
+    assert 2 * (rival.forwards - before) < tokens, "a model that drafts for itself is right"
 
     params = dataclasses.replace(params, mode="paper", entropy_threshold=5.0, max_tokens=20)
     engine = subject.engine(4, 2)
@@ -101,6 +106,29 @@ def test_the_rival_says_what_we_say(checkpoint):
     assert whole == [one.token_ids for one in ours]
     forwards = sum(one.num_forwards for one in ours)
     assert rival.forwards - before == forwards < sum(map(len, whole))
+
+
+@pytest.mark.full
+def test_the_rivals_first_layers_draft_for_it(checkpoint):
+    pytest.importorskip("torch")
+    rival = Rival(load_subject({"dtype": "float32"}), "4")
+    prompts = [list(range(100, 120)), list(range(50, 60))]
+    decode = partial(rival.decode, prompts, max_tokens=12, sequences=1)
+    counts = []
+    for drafter in (None, RIVAL_ASSISTED):
+        before = rival.forwards
+        answers = decode(drafter=drafter)
+        counts.append((answers, rival.forwards - before))
+    assert counts[0][0] == counts[1][0]
+    assert counts[0][1] == sum(map(len, counts[0][0])), "AR takes a forward for each token"
+    assert counts[1][1] <= counts[0][1], "forwards of its first layers do not count"
+    for assistant, message in {
+        "6": "--assistant: expected fewer than the model's 6 layers",
+        "nowhere": "--assistant: nowhere: no such",
+        str(checkpoint): "they need the same tokenizer",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            Rival(load_subject({"dtype": "float32"}), assistant)
 
 
 def test_a_shape_that_transformers_has_not():
@@ -121,6 +149,7 @@ BAD_OPTIONS = {
     "--compare drafts identity --window-size 0": "name another window",
     "--batch-size 8 99999999": "--batch-size: expected an integer from 1 to 65,536, not 99999999",
     "--rival transformers --quantization int8": "not rounded",
+    "--compare drafts --assistant 8": "--assistant drafts for --rival, which is not given",
     "--rival transformers": r"wedlm-jax\[rival\]",
 }
 NOT_PARSED = {
