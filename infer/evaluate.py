@@ -257,11 +257,10 @@ def decoders_at(
         if not kinds:
             raise InputError(f"--decoders: mode paper needs masks, but {why}")
         print(f"{why}: mode paper is left out", file=sys.stderr)
-    if "ar" in kinds:
-        llm = loaded(window_size=0)
-        decoders.append(Decoder("AR", llm, dataclasses.replace(base, mode="ar")))
-    if {"paper", "verified"} & set(kinds):
+    if {"paper", "verified"} & set(kinds):  # first, since the window may not fit the model
         llm = loaded(window_size=window_size if masks else None)
+    if "ar" in kinds:
+        decoders.append(Decoder("AR", loaded(window_size=0), dataclasses.replace(base, mode="ar")))
     if "paper" in kinds:
         decoders += [Decoder(f"paper τ={p.entropy_threshold:g}", llm, p) for p in at]
     if "verified" in kinds:

@@ -4,9 +4,10 @@ the field's own description."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +151,12 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """Returns the sampling parameters among the parsed ``options``. If ``generation_config`` is
     "auto", those not given come from the model's `generation_config.json`."""
     base = advised_params(options)
-    try:
+    with errors_at_flags():
         given = {name: options[name] for name in OPTIONS if name in options}
         params = dataclasses.replace(base, **given)
         if params.grammar is not None:
             require_extra(params.grammar[0], "grammar", "llguidance")  # before a model is loaded
         return params
-    except InputError as error:
-        raise InputError(as_flag(str(error))) from None
 
 
 def advised_params(options: Mapping[str, Any]) -> SamplingParams:
@@ -171,12 +170,16 @@ def advised_params(options: Mapping[str, Any]) -> SamplingParams:
     return read_generation_config(tokenizer_folder(find_model(options.get("model")))).params()
 
 
-def as_flag(message: str) -> str:
-    """Replaces the field at the beginning of a message by its flag."""
-    name, colon, rest = message.partition(":")
-    if name not in (*OPTIONS, *ENGINE_FLAGS):
-        return message
-    return f"{flag(FLAG_NAMES.get(name, name))}{colon}{rest}"
+@contextlib.contextmanager
+def errors_at_flags() -> Iterator[None]:
+    """Names the flag in the message of an `InputError` that begins with a field."""
+    try:
+        yield
+    except InputError as error:
+        name, colon, rest = str(error).partition(":")
+        if name not in (*OPTIONS, *ENGINE_FLAGS):
+            raise
+        raise InputError(f"{flag(FLAG_NAMES.get(name, name))}{colon}{rest}") from None
 
 
 def _default(value: Any) -> str:

@@ -15,8 +15,8 @@ from infer.flags import (
     add_decoding_options,
     add_engine_options,
     adders,
-    as_flag,
     engine_options,
+    errors_at_flags,
     flag,
     sampling_params,
 )
@@ -257,7 +257,7 @@ def load(options: dict[str, Any]) -> LLM:
     from wedlm_jax.llm import LLM
 
     given = engine_options(options)
-    try:
+    with errors_at_flags():
         llm = LLM(given.pop("model", None), **given)
         _tell_advice(llm, options)
         if "draft" in options:
@@ -265,8 +265,6 @@ def load(options: dict[str, Any]) -> LLM:
         if options.get("warmup"):
             llm.warm_up(sampling_params(options))
         return llm
-    except InputError as error:
-        raise InputError(as_flag(str(error))) from None
 
 
 def _tell_advice(llm: LLM, options: dict[str, Any]) -> None:

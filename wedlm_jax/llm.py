@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from wedlm_jax.checkpoint.adapters import check_drafter, with_drafter
 from wedlm_jax.checkpoint.hf import read_generation_config
 from wedlm_jax.checkpoint.model import load_checkpoint
-from wedlm_jax.checkpoint.open import find_model, open_checkpoint, tokenizer_folder
+from wedlm_jax.checkpoint.open import (
+    find_model,
+    open_checkpoint,
+    read_architecture,
+    tokenizer_folder,
+)
 from wedlm_jax.completion import Chunk, Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.config import ENGINE_OPTIONS, EngineConfig
@@ -24,6 +29,7 @@ from wedlm_jax.engine.engine import Engine, runs_apart
 from wedlm_jax.engine.interface import Traced
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.engine.scoring import score
+from wedlm_jax.engine.settings import longest_text
 from wedlm_jax.errors import InputError, did_you_mean, nearest
 from wedlm_jax.generation import Generation, Handle, Mailbox, Prepared, Windowed
 from wedlm_jax.grammar.guidance import TokenizerGrammars
@@ -107,8 +113,9 @@ class LLM:
         self.dtype = config.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         check_quantization(config.quantization)
         self.folder = find_model(model)
+        longest_text(config, read_architecture(self.folder))  # before anything is loaded
         if config.drafter is not None:
-            check_drafter(as_path(config.drafter))  # before anything is loaded
+            check_drafter(as_path(config.drafter))
         self.name = str(self.folder if model is None else model).rstrip("/")
         text_folder = tokenizer_folder(self.folder)
         self.generation_config = read_generation_config(text_folder)

@@ -12,14 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from infer.evaluate import EMBEDDED_QUESTIONS
-from infer.flags import SHARED
+from infer.flags import SHARED, errors_at_flags
 from infer.harness.human_eval import HUMAN_EVAL, code_questions
 from wedlm_jax.checkpoint.adapters import with_drafter
 from wedlm_jax.checkpoint.model import load_checkpoint
-from wedlm_jax.checkpoint.open import find_model, open_checkpoint, tokenizer_folder
+from wedlm_jax.checkpoint.open import (
+    find_model,
+    open_checkpoint,
+    read_architecture,
+    tokenizer_folder,
+)
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine, runs_apart
+from wedlm_jax.engine.settings import longest_text
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.guidance import TokenizerGrammars
 from wedlm_jax.model import Transformer
@@ -93,6 +99,10 @@ def load_subject(options: Mapping[str, Any]) -> Subject:
     """Loads the checkpoint that parsed options name, as `wedlm_jax.llm.LLM` loads it."""
     dtype, shared = held_as(options)
     folder = find_model(options.get("model"))
+    config = read_architecture(folder)
+    with errors_at_flags():
+        for window in options.get("window_size", ()):
+            longest_text(EngineConfig(window_size=window), config)  # before anything is loaded
     weights = load_checkpoint(
         folder,
         dtype=jnp.dtype(dtype),

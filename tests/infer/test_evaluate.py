@@ -4,13 +4,19 @@ import json
 import re
 
 import pytest
+from flax import nnx
 
 import infer.evaluate
 from infer.evaluate import decoders_at, evaluate_all
 from infer.score import Score
 from tests.infer.few_questions import PROMPTS, write_questions
+from wedlm_jax.__main__ import main
+from wedlm_jax.checkpoint.adapters import save_drafter
+from wedlm_jax.checkpoint.model import load_checkpoint
+from wedlm_jax.checkpoint.open import open_checkpoint
 from wedlm_jax.engine.config import MOST_LOOKUP
 from wedlm_jax.errors import InputError
+from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import Question
 
@@ -135,6 +141,23 @@ def test_a_model_that_knows_no_masks_has_two_decoders(stock, capsys):
         decoders_at(str(stock), [0.4], kinds=["paper"])
 
 
+def test_masks_of_a_drafter_are_not_asked_to_decide(stock, tmp_path, capsys):
+    model = load_checkpoint(stock)
+    lora = LoraConfig(rank=2, alpha=4.0, rows="masked")
+    adapters = nnx.state(with_adapters(model, lora, nnx.Rngs(0)), nnx.LoRAParam)
+    base = open_checkpoint(stock)
+    save_drafter(adapters, lora, tmp_path / "drafter", base=base, dtype="float32")
+    drafter = str(tmp_path / "drafter")
+    decoders = decoders_at(str(stock), [0.4], window_size=4, drafter=drafter)
+    assert [d.name for d in decoders] == ["AR", "verified"]
+    assert [d.llm.engine.settings.window for d in decoders] == [0, 4]
+    assert (
+        "a drafter's masks only propose tokens: mode paper is left out" in capsys.readouterr().err
+    )
+    with pytest.raises(InputError, match="mode paper needs masks, but a drafter's masks only"):
+        decoders_at(str(stock), [0.4], kinds=["paper"], drafter=drafter)
+
+
 BAD_OPTIONS = {
     "--samples 0": "--samples",
     "--passes 0": "--passes",
@@ -149,6 +172,21 @@ BAD_OPTIONS = {
     "--tasks x --questions q.jsonl": "--questions cannot be combined with --tasks",
     "--tasks x --limit 0": "--limit: expected 1 to 1,000,000",
 }
+
+
+@pytest.mark.parametrize("command", ["evaluate", "generate --prompt a", "bench --compare windows"])
+def test_what_does_not_fit_the_model_is_refused_before_it_is_loaded(
+    command, checkpoint, monkeypatch, capsys
+):
+    monkeypatch.setattr("wedlm_jax.checkpoint.model.load_parameter", None)
+    name, *rest = command.split()
+    arguments = [name, "--model", str(checkpoint), *rest, "--window-size", "1000000"]
+    assert main(arguments) == 2
+    (message,) = capsys.readouterr().err.splitlines()[-1:]
+    assert message == (
+        f"wedlm {name}: --window-size: expected at most 320, the longest text (max_model_len), "
+        "not 1000000"
+    )
 
 
 def test_bad_options_are_refused():

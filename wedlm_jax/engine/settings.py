@@ -185,12 +185,7 @@ def plan_engine(
     attention = check_ragged_backend(
         config.attention, platform, model, int8=config.kv_cache_dtype is not None
     )
-    length = _checked_length(config.max_model_len, model)
-    asked = config.window_size
-    if isinstance(asked, int) and asked > length:
-        raise InputError(
-            f"window_size: expected at most {length}, the longest text (max_model_len), not {asked}"
-        )
+    length = longest_text(config, model)
     page_size = config.page_size or _of(PAGE_SIZES, platform)
     slots = num_slots(window, lookup)
     backup = _of(BACKUP_MASKS, platform) if config.backup_masks is None else config.backup_masks
@@ -241,12 +236,24 @@ def _of(table: dict[str, int], platform: str) -> int:
     return table.get(platform, table["gpu"])
 
 
-def _checked_length(length: int | None, model: ModelConfig) -> int:
+def longest_text(config: EngineConfig, model: ModelConfig) -> int:
+    """Returns the maximum tokens of a prompt and its completion together. It needs no weights, so
+    that what does not fit the model can be refused before they are loaded.
+
+    Raises:
+      InputError: ``max_model_len`` does not fit the model, or ``window_size`` such a text.
+    """
     limit = model.max_position_embeddings
-    length = limit if length is None else length
+    length = limit if config.max_model_len is None else config.max_model_len
     if length > limit:
         raise InputError(
             f"max_model_len: expected 1 to {limit}, the model's context, not {length!r}"
+        )
+    window = config.window_size
+    if isinstance(window, int) and window > length:
+        raise InputError(
+            f"window_size: expected at most {length}, the longest text (max_model_len), "
+            f"not {window}"
         )
     return length
 
