@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from wedlm_jax.text import Prompt
 
 DESCRIPTION = """\
-Completes one prompt and prints its text as it is committed; or runs a job over files of prompts
-that writes one record per prompt. A job that was killed continues when the same command is run
-again.
+Completes one prompt and prints the completion as it is committed, or runs a batch job over files
+of prompts, which writes one record per prompt. A job that was killed continues when the same
+command is run again.
 """
 
 FILES = """\

@@ -73,8 +73,8 @@ class SamplingParams:
     top_k: Annotated[
         int,
         Option(
-            "sample from this many of the most likely tokens, before top_p; 0 is all (also -1, as "
-            "in vLLM)",
+            "number of most likely tokens to sample from, before top_p; 0 is all (also -1, as in "
+            "vLLM)",
             low=0,
             array="int32",
             trait="truncated",
@@ -217,11 +217,11 @@ class SamplingParams:
         str,
         Option(
             "source of drafts in mode verified; it does not change the tokens. masks: filled in by "
-            "a model trained on masks. lookup: copied from an earlier occurrence of the last "
-            "tokens in the text. both: masks, and copies that save time where no mask drafts. "
-            "none: no drafts, as in mode ar. auto: masks if the model was trained on them, else "
-            "lookup where it saves time; with a drafter, both, and no masks where copies alone are "
-            "faster",
+            "a model trained on masks, or with a drafter. lookup: copied from an earlier "
+            "occurrence of the last tokens in the text. both: masks, and copies that save time "
+            "where no mask drafts. none: no drafts, as in mode ar. auto: masks if the model was "
+            "trained on them, else lookup where it saves time; with a drafter, both, and no masks "
+            "where copies alone are faster",
             choices=DRAFTS,
         ),
     ] = "auto"

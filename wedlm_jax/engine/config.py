@@ -44,14 +44,14 @@ class EngineConfig:
             low=0,
             also=("auto",),
             none=f"auto, but {DEFAULT_WINDOW} in mode paper; 0 for a checkpoint that was not "
-            "trained on masks",
+            "trained on masks and has no drafter",
         ),
     ] = None
     drafter: Annotated[
         str | None,
         Option(
-            "folder of adapters that let masks draft for this checkpoint, from `wedlm train` with "
-            "objective drafter; they do not change its tokens",
+            "folder of adapters, trained by `wedlm train` with objective drafter, that let masks "
+            "draft for this checkpoint; they do not change its tokens",
             text="DIR",
             none="none",
         ),
@@ -155,7 +155,7 @@ class EngineConfig:
             "maximum backup masks, which assume that the least certain draft is wrong, so that "
             "drafts remain if it is; used with windows, in mode verified",
             low=0,
-            none="8, but 0 on a CPU",
+            none="0 on a CPU, else 8",
         ),
     ] = None
     page_size: Annotated[
