@@ -1,4 +1,4 @@
-"""`wedlm demo`: shows the embedded model decode, slot by slot, then measures it."""
+"""`wedlm demo`: shows the included model decode, slot by slot, then measures it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LEGEND = Text.assemble(
 def main(arguments: list[str]) -> int:
     parser = CommandParser(
         prog="wedlm demo",
-        description="Decodes held-out prompts of three kinds with the embedded model, shows the\n"
+        description="Decodes held-out prompts of three kinds with the included model, shows the\n"
         "window of masks as it fills, and measures WeDLM against autoregressive (AR)\n"
         "decoding with the same weights in the same engine.",
     )
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
     # In a terminal, lines are wrapped at its width; in a file they are not.
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.print("Loading the embedded model ...")
+    console.print("Loading the included model ...")
     from infer.evaluate import EMBEDDED_QUESTIONS, decoders_at
     from wedlm_jax.records.questions import read_questions
 

@@ -70,7 +70,7 @@ TASK_OPTIONS: dict[str, Any] = {
 EMBEDDED_QUESTIONS = Path(wedlm_jax.__file__).parent / "embedded" / "heldout.jsonl"
 
 MAX_TOKENS = 160
-"""Default for the embedded model's questions; longer than any answer in its corpus."""
+"""Default for the included model's questions; longer than any answer in its corpus."""
 OWN_MAX_TOKENS = 512
 """Default for questions in a user's file."""
 
@@ -81,7 +81,7 @@ SLOWER = 0.97
 """The speed relative to AR below which a message says that the default mode is slower."""
 
 SAMPLES = 300
-"""Default number of the embedded model's questions per regime."""
+"""Default number of the included model's questions per regime."""
 
 PAPER_THRESHOLDS = (0.2, 0.4, 0.6, 0.9)
 
@@ -356,7 +356,7 @@ def parser() -> argparse.ArgumentParser:
         prog="wedlm evaluate",
         usage="wedlm evaluate [--model DIR] [--questions FILE | --tasks NAME ...] [options]",
         description="Measures accuracy and speed of AR decoding, mode paper and verified decoding "
-        "with the same weights,\non questions held out from the embedded model's training or on "
+        "with the same weights,\non questions held out from the included model's training or on "
         "your own; or scores a model on\ntasks of lm-evaluation-harness.",
         epilog="docs/evaluation.md describes the format of questions, and how to run HumanEval.\n\n"
         "examples:\n"
@@ -382,7 +382,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--output", "FILE", "also write the scores as JSON")
     add, switch = adders(result.add_argument_group("questions"))
-    add("--questions", "FILE", "JSONL questions [those of the embedded model]")
+    add("--questions", "FILE", "JSONL questions [those of the included model]")
     add(
         "--match",
         None,

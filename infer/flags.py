@@ -86,7 +86,7 @@ def add_engine_options(
       batch_size: the default of ``--batch-size``, for the help.
       names: the fields that get a flag.
     """
-    shown = "folder in Hugging Face format, hub id, or smollm2 [the embedded model]"
+    shown = "folder in Hugging Face format, hub id, or smollm2 [the included model]"
     for name in names:
         if name == "model":
             group.add_argument("--model", metavar="DIR", help=shown)

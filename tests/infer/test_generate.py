@@ -227,7 +227,7 @@ def test_without_model_the_embedded_one(tmp_path, monkeypatch, capsys, checkpoin
     assert capsys.readouterr().out
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 2
-    assert "no model is embedded in this installation" in capsys.readouterr().err
+    assert "no model is included in this installation" in capsys.readouterr().err
 
 
 # --- the help ----------------------------------------------------------------------------

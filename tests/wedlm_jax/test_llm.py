@@ -374,7 +374,7 @@ def test_missing_models(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="nowhere: no such folder"):
         LLM(tmp_path / "nowhere")
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
-    with pytest.raises(InputError, match="no model is embedded"):
+    with pytest.raises(InputError, match="no model is included"):
         find_model(None)
 
 

@@ -23,12 +23,12 @@ def main(arguments: list[str]) -> int:
         "be decoded. Only headers are read, so a large checkpoint takes no longer than a small\n"
         "one; works for Hugging Face and orbax folders.",
         epilog="examples:\n"
-        "  wedlm info                                   the embedded model\n"
+        "  wedlm info                                   the included model\n"
         "  wedlm info runs/my/hf                        a checkpoint of your own\n"
         "  wedlm info ./WeDLM-8B --json | jq .parameters.total",
     )
     parser.add_argument(
-        "folder", nargs="?", metavar="DIR", help="a checkpoint folder [the embedded model]"
+        "folder", nargs="?", metavar="DIR", help="a checkpoint folder [the included model]"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
 
 
 def describe(folder: str | Path | None) -> dict[str, Any]:
-    """Returns the facts about a checkpoint folder (None for the embedded model), as `wedlm info
+    """Returns the facts about a checkpoint folder (None for the included model), as `wedlm info
     --json` prints them: counts in parameters, sizes in bytes, lengths in tokens.
 
     Raises:

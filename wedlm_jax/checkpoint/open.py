@@ -141,7 +141,7 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
     PEFT's.
 
     Args:
-      model: a folder, a name in `PACKAGED`, or a model's id on the hub; None for the embedded one.
+      model: a folder, a name in `PACKAGED`, or a model's id on the hub; None for the included one.
       download: whether to fetch a model from the hub.
 
     Raises:
@@ -150,7 +150,7 @@ def find_model(model: str | Path | None, *, download: bool = True) -> Path:
     """
     if model is None:
         if not EMBEDDED_MODEL.is_dir():
-            raise InputError("no model is embedded in this installation; name a checkpoint folder")
+            raise InputError("no model is included in this installation; name a checkpoint folder")
         return EMBEDDED_MODEL
     folder = as_path(packaged(model))
     if download and not folder.exists() and _may_be_of_hub(str(model)):

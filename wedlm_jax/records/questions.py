@@ -1,7 +1,7 @@
 """Reads questions with known answers from a JSONL file, and judges completions of them: for demo,
 evaluate, bench, and runs that evaluate during training.
 
-The file next to the embedded model holds prompts whose hash kept them out of its training data.
+The file next to the included model holds prompts whose hash kept them out of its training data.
 docs/evaluation.md describes the format.
 """
 

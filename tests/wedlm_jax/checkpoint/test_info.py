@@ -168,7 +168,7 @@ def test_embedded_model_is_the_default(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(opening, "EMBEDDED_MODEL", tmp_path / "none")
     assert main(["info"]) == 2
     error = capsys.readouterr().err
-    assert "no model is embedded in this installation" in error
+    assert "no model is included in this installation" in error
     assert error.count("\n") == 1
 
 
