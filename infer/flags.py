@@ -155,7 +155,8 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
         given = {name: options[name] for name in OPTIONS if name in options}
         params = dataclasses.replace(base, **given)
         if params.grammar is not None:
-            require_extra(params.grammar[0], "grammar", "llguidance")  # before a model is loaded
+            # Before a model is loaded.
+            require_extra(flag(params.grammar[0]), "grammar", "llguidance")
         return params
 
 

@@ -14,21 +14,21 @@ from wedlm_jax.host.command_line import run_command
 from wedlm_jax.host.signals import exit_process
 
 SUBCOMMANDS = {
-    "demo": ("infer.demo", "watch the included model decode, with numbers"),
-    "generate": ("infer.generate", "complete a prompt, or a JSONL file of prompts"),
+    "demo": ("infer.demo", "watch the included model decode, and measure it"),
+    "generate": ("infer.generate", "complete a prompt, or files of prompts as a batch job"),
     "chat": ("infer.chat.command", "chat with a model in the terminal"),
     "plot": ("infer.plots", "draw a trace of `wedlm generate --trace`"),
     "serve": ("infer.serve.command", "serve a model over the OpenAI API"),
-    "evaluate": ("infer.evaluate", "accuracy and speed of the decoders on held-out prompts"),
-    "bench": ("infer.bench.command", "speed: windows and drafts against AR, or transformers"),
+    "evaluate": ("infer.evaluate", "measure accuracy and speed of the decoders on questions"),
+    "bench": ("infer.bench.command", "measure the speed of windows and drafts against AR"),
     "train": ("train.command", "train a model from a recipe in configs/"),
     "tokenize": ("train.data.command", "tokenise and pack training data, once"),
-    "tokenizer": ("train.data.tokenizer", "make a tokenizer from texts and conversations"),
+    "tokenizer": ("train.data.tokenizer", "train a tokenizer on texts and conversations"),
     "rows": ("train.data.shards", "show packed training rows as text"),
-    "convert": ("wedlm_jax.checkpoint.convert", "Hugging Face checkpoint to orbax, or back"),
+    "convert": ("wedlm_jax.checkpoint.convert", "convert a checkpoint: Hugging Face, orbax, GGUF"),
     "export": (
         "wedlm_jax.checkpoint.convert:export",
-        "a checkpoint for programs that do not know WeDLM",
+        "write a checkpoint for programs that do not know WeDLM",
     ),
     "info": ("wedlm_jax.checkpoint.info", "describe a checkpoint folder"),
 }

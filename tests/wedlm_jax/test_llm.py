@@ -370,6 +370,13 @@ def test_refused_settings(checkpoint, arguments, message):
         LLM(checkpoint, **arguments)
 
 
+@pytest.mark.parametrize("name", ["max_model_len", "window_size"])
+def test_what_exceeds_the_context_is_refused_before_weights_are_read(checkpoint, monkeypatch, name):
+    monkeypatch.setattr("wedlm_jax.llm.load_checkpoint", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(InputError, match=rf"^{name}: expected .*{CONTEXT}, .*, not {CONTEXT + 1}"):
+        LLM(checkpoint, **{name: CONTEXT + 1})
+
+
 def test_missing_models(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="nowhere: no such folder"):
         LLM(tmp_path / "nowhere")

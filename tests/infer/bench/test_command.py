@@ -147,6 +147,7 @@ BAD_OPTIONS = {
     "--temperature 1": "--temperature is an option of identity, not of windows",
     "--compare drafts --mode paper": "--mode is an option of windows, not of drafts",
     "--compare drafts identity --window-size 0": "name another window",
+    "--window-size 0 100000": "--window-size: expected at most 1024, the longest text",
     "--batch-size 8 99999999": "--batch-size: expected an integer from 1 to 65,536, not 99999999",
     "--rival transformers --quantization int8": "not rounded",
     "--compare drafts --assistant 8": "--assistant drafts for --rival, which is not given",
