@@ -31,8 +31,8 @@ def main(arguments: list[str]) -> int:
     fields = "\n".join(f"  {name:<32} {what} [{default}]" for name, default, what in describe())
     parser = _RecipeParser(
         prog="wedlm train",
-        description="Trains a model: AR pretraining, or WeDLM continuation of a checkpoint.\n"
-        "A run that was stopped continues from its last checkpoint.",
+        description="Trains a model: AR pretraining, WeDLM training of a checkpoint, or a drafter\n"
+        "for one. A run that was stopped continues from its last checkpoint.",
         epilog=f"fields of the recipe, with their defaults:\n{fields}\n\nexample:\n"
         "  wedlm train --config configs/embedded_wedlm.yaml steps=500 optimizer.learning_rate=1e-3",
     )

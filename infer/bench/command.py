@@ -98,7 +98,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "draft": (
         "where drafts come from, one or more; each is compared with AR (in identity, by default, "
-        "masks; for a model that was not trained on masks, lookup and auto)",
+        "masks; for a model without a drafter that was not trained on masks, lookup and auto)",
         {"nargs": "+", "choices": ("masks", "lookup", "both", "auto")},
     ),
     "rival": (
@@ -145,7 +145,7 @@ def add_subject_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--questions", nargs="+", metavar="FILE", help=questions)
     regimes = "kinds of questions, one or more [all]"
-    parser.add_argument("--regime", nargs="+", metavar="N", help=regimes)
+    parser.add_argument("--regime", nargs="+", metavar="NAME", help=regimes)
 
 
 def _parser() -> CommandParser:
