@@ -197,7 +197,7 @@ class SamplingParams:
     logprobs: Annotated[
         int | None,
         Option(
-            "return the log-probability of each token, and of this many of the most probable "
+            "return the log-probability of each token, and of this many of the most likely "
             "tokens at its position",
             low=0,
             high=MOST_LOGPROBS,
