@@ -101,7 +101,7 @@ def check_train(model, golden, name):
     graph, parameters = nnx.split(model)
 
     def prepared(weighting):
-        config = LossConfig(weighting=weighting, chunk=16)
+        config = LossConfig(weighting=weighting, chunk=16, remat="gate")
         objective = Objective("wedlm", block_size, mask_token_id, config)
         return prepare_given(objective, rows, masked, ratio)
 
