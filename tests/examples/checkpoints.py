@@ -3,16 +3,21 @@
 import contextlib
 import functools
 import json
+from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import yaml
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from wedlm_jax.checkpoint.model import save_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model, model_from_arrays, parameter_entries
 from wedlm_jax.config import config_from_hf
 from wedlm_jax.errors import InputError
+from wedlm_jax.sharding import tree_shardings
 
 CONFIG = {
     "model_type": "wedlm",
@@ -28,6 +33,13 @@ CONFIG = {
     "eos_token_id": 1,
     "max_position_embeddings": 64,
 }
+
+
+def published_config(recipe, **changes):
+    """What the ``config.json`` of a published model says, as a recipe in configs/ has it."""
+    path = Path(__file__).parents[2] / "configs" / f"{recipe}.yaml"
+    architecture = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["architecture"]
+    return {**architecture, **changes}
 
 
 def tiny_config(**changes):
@@ -87,6 +99,14 @@ def assert_same_bits(a, b):
         assert value.dtype == b[name].dtype, name
         assert value.shape == b[name].shape, name
         assert value.tobytes() == b[name].tobytes(), name
+
+
+def assert_placed(model, mesh):
+    """Every parameter lies on the mesh as the rules say."""
+    state = nnx.state(model)
+    wanted = jax.tree.leaves(tree_shardings(mesh, state))
+    for leaf, sharding in zip(jax.tree.leaves(state), wanted, strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.shape, leaf.sharding)
 
 
 def every_float16_pattern(count, dtype):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples.checkpoints import published_config
 from wedlm_jax.config import (
     FAMILIES,
     MODEL_TYPES,
@@ -30,36 +31,6 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 
-# The shapes of the published models, as their config.json has them.
-WEDLM_8B = {
-    "model_type": "wedlm",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "qk_norm": True,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "mask_token_id": None,
-    "eos_token_id": 151643,
-}
-WEDLM_7B = {
-    **WEDLM_8B,
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "qk_norm": False,
-    "attention_bias": True,
-}
-
 
 def transformers_config(raw):
     """Returns what transformers makes of the content of a ``config.json``."""
@@ -73,9 +44,10 @@ def without(raw, name):
     return {key: value for key, value in raw.items() if key != name}
 
 
-@pytest.mark.parametrize(("raw", "billions"), [(WEDLM_8B, 8.19), (WEDLM_7B, 7.62)])
-def test_published_models_have_their_published_sizes(raw, billions):
-    config = config_from_hf(raw)
+@pytest.mark.parametrize(("name", "billions"), [("wedlm_8b", 8.19), ("wedlm_7b", 7.62)])
+def test_published_models_have_their_published_sizes(name, billions):
+    silent = {"mask_token_id": None, "rope_scaling": None, "eos_token_id": 151643}
+    config = config_from_hf(published_config(name, model_type="wedlm", **silent))
     assert round(config.num_parameters() / 1e9, 2) == billions
     assert config.mask_token_id == PUBLISHED_MASK_TOKEN_ID
     assert config.eos_token_ids == (151643,)
@@ -104,12 +76,13 @@ def test_each_model_type_has_its_own_defaults():
 
 def test_a_mask_token_is_assumed_only_where_the_vocabulary_has_its_row():
     edge = PUBLISHED_MASK_TOKEN_ID
-    assert config_from_hf({**SMALL, "vocab_size": edge + 1}).mask_token_id == edge
-    assert config_from_hf({**SMALL, "vocab_size": edge}).mask_token_id is None
-    assert config_from_hf({**WEDLM_8B, "mask_token_id": 5}).mask_token_id == 5
-    assert config_from_hf({**WEDLM_8B, "model_type": "qwen3"}).mask_token_id is None
-    with pytest.raises(InputError, match="mask_token_id 151643 is also an eos_token_id"):
-        config_from_hf({**WEDLM_8B, "mask_token_id": 151643})
+    large = {**SMALL, "vocab_size": edge + 1}
+    assert config_from_hf(large).mask_token_id == edge
+    assert config_from_hf({**large, "vocab_size": edge}).mask_token_id is None
+    assert config_from_hf({**large, "mask_token_id": 5}).mask_token_id == 5
+    assert config_from_hf({**large, "model_type": "qwen3"}).mask_token_id is None
+    with pytest.raises(InputError, match="mask_token_id 7 is also an eos_token_id"):
+        config_from_hf({**large, "mask_token_id": 7, "eos_token_id": 7})
     with pytest.raises(InputError, match="mask_token_id"):
         config_from_hf(SMALL).require_mask_token_id()
 

@@ -4,22 +4,18 @@ read once, no more in memory than needed; a folder is written whole or not at al
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.examples.checkpoints import (
+    assert_placed,
     assert_same_bits,
     every_float16_pattern,
     hf_values,
@@ -27,9 +23,10 @@ from tests.examples.checkpoints import (
     refused,
     set_tensors,
     tiny_config,
-    tiny_model,
     write_tiny,
 )
+from tests.examples.child import run_python
+from tests.examples.tiny_run import free_port
 from wedlm_jax.checkpoint import hf, safetensors
 from wedlm_jax.checkpoint import model as loading
 from wedlm_jax.checkpoint.hf import HFCheckpoint, write_weights
@@ -41,16 +38,15 @@ from wedlm_jax.checkpoint.model import (
     rows_first,
     save_checkpoint,
 )
-from wedlm_jax.checkpoint.names import arrays_from_model, parameter_entries
+from wedlm_jax.checkpoint.names import parameter_entries
 from wedlm_jax.checkpoint.safetensors import DeferredArray, SafetensorsFile
 from wedlm_jax.config import PARTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.atomic import replacing
 from wedlm_jax.host.processes import Processes
-from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.model.quantization import ROUNDED, quantize_weights
-from wedlm_jax.sharding import make_mesh, tree_shardings
+from wedlm_jax.sharding import make_mesh
 
 LAYOUTS = {"stacked": {"stacked": True}, "apart": {"stacked": False}}
 MESHES = {
@@ -64,23 +60,11 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 each_mesh = pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 
 
-def folder_of(path, tied=False):
-    """A checkpoint in several files, with every kind of parameter."""
-    options = {"tie_word_embeddings": tied, **EVERY_PART}
-    return write_tiny(path / "a", dtype="bfloat16", shard_bytes=2000, **options)
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def read(request, tmp_path_factory):
-    """A folder, and the model that was written to it."""
-    folder = folder_of(tmp_path_factory.mktemp("checkpoint"), request.param)
-    config = tiny_config(tie_word_embeddings=request.param, **EVERY_PART)
-    return folder, tiny_model(config, "bfloat16")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return folder_of(tmp_path_factory.mktemp("checkpoint"))
+    """A checkpoint in several files, with every kind of parameter."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "a"
+    return write_tiny(folder, dtype="bfloat16", shard_bytes=2000, **EVERY_PART)
 
 
 @pytest.fixture
@@ -101,54 +85,28 @@ def in_layout(model, layout):
     return model if layout["stacked"] else with_layers_apart(model)
 
 
-def assert_placed(model, mesh):
-    state = nnx.state(model)
-    wanted = jax.tree.leaves(tree_shardings(mesh, state))
-    for leaf, sharding in zip(jax.tree.leaves(state), wanted, strict=True):
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.shape, leaf.sharding)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@each_layout
-def test_the_table_covers_the_model_once_in_each_layout(layout, tied):
-    config = tiny_config(tie_word_embeddings=tied, **EVERY_PART)
-    model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **layout))
-    entries = parameter_entries(config, **layout)
-    found = {path: leaf.shape for path, leaf in arrays_from_model(model).items()}
-    assert {entry.path: entry.shape for entry in entries} == found
-    assert all(entry.stacked == (len(entry.hf_names) > 1) for entry in entries)
-    tensors = [(name, entry.hf_shape) for entry in entries for name in entry.hf_names]
-    stacked = [(n, entry.hf_shape) for entry in parameter_entries(config) for n in entry.hf_names]
-    assert sorted(tensors) == sorted(stacked)
-    assert len(dict(tensors)) == len(tensors)
-    assert sum(int(np.prod(shape)) for _, shape in tensors) == config.num_parameters()
-
-
-@each_layout
-def test_on_one_device_as_taken_apart(read, layout, bytes_read):
-    folder, stacked = read
-    model = load_checkpoint(folder, **layout)
-    assert sum(bytes_read) == sum(x.nbytes for x in hf_values(folder).values())
-    assert_same_bits(model_arrays(model), model_arrays(in_layout(stacked, layout)))
-
-
 @pytest.mark.parametrize("hosts", [False, True])
 @each_layout
 @each_mesh
-def test_on_a_mesh_the_same_and_each_byte_is_read_once(
-    folder, layout, sizes, hosts, bytes_read, monkeypatch
+def test_onto_a_mesh_each_byte_is_read_once_and_from_there_all_is_written(
+    folder, tmp_path, layout, sizes, hosts, bytes_read, monkeypatch
 ):
     """Where a mesh spans processes each reads its own rows and the devices exchange the rest; here
     the devices are those of one."""
-    mesh = make_mesh(sizes)
+    mesh, size = make_mesh(sizes), sum(x.nbytes for x in hf_values(folder).values())
     expected = model_arrays(load_checkpoint(folder, **layout))
+    assert sum(bytes_read) == size
     bytes_read.clear()
     if hosts:
         monkeypatch.setattr(loading, "spans_processes", lambda mesh: True)
     model = load_checkpoint(folder, mesh=mesh, **layout)
-    assert sum(bytes_read) == sum(x.nbytes for x in hf_values(folder).values())
+    assert sum(bytes_read) == size
     assert_same_bits(model_arrays(model), expected)
     assert_placed(model, mesh)
+    save_checkpoint(model, model.config, tmp_path / "b", shard_bytes=2000)
+    written = {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    read = [path for path in folder.iterdir() if "tokenizer" not in path.name]
+    assert written == {path.name: path.read_bytes() for path in read}
 
 
 @each_mesh
@@ -268,7 +226,6 @@ def test_file_cut_while_it_is_read(tmp_path):
 
 # --- written ---------------------------------------------------------------------------------
 
-ROOT = Path(__file__).parents[3]
 STYLES = {
     "qwen3": {},
     "qwen3_tied": {"tie_word_embeddings": True},
@@ -303,30 +260,7 @@ def test_round_trip_is_bit_exact(tmp_path, style, dtype, layout):
     assert_same_bits(hf_values(folder), hf_values(tmp_path / "b"))
     assert load_checkpoint(tmp_path / "b").config == model.config == tiny_config(**STYLES[style])
     assert json.loads((tmp_path / "b" / "config.json").read_text())["dtype"] == dtype
-
-
-@each_mesh
-def test_from_a_mesh_as_from_one_device(folder, sizes, tmp_path):
-    model = load_checkpoint(folder, mesh=make_mesh(sizes))
-    save_checkpoint(model, model.config, tmp_path / "b", shard_bytes=2000)
-    written = sorted(path.name for path in (tmp_path / "b").iterdir())
-    assert written == sorted(x.name for x in folder.iterdir() if "tokenizer" not in x.name)
-    for name in written:
-        assert (tmp_path / "b" / name).read_bytes() == (folder / name).read_bytes(), name
-
-
-def test_shards_and_their_index(tmp_path):
-    sharded = write_tiny(tmp_path / "sharded", shard_bytes=4000)
-    files = sorted(path.name for path in sharded.glob("*.safetensors"))
-    assert len(files) > 3
-    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
-    index = json.loads((sharded / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == set(files)
-    tensors = hf_values(sharded)
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
-    largest = max(x.nbytes for x in tensors.values())
-    assert all((sharded / f).stat().st_size < max(4000, largest) + 3000 for f in files)
-    assert_same_bits(hf_values(write_tiny(tmp_path / "whole")), tensors)
+    assert sum(x.size for x in hf_values(folder).values()) == model.config.num_parameters()
 
 
 def test_dtype_casts_both_ways(tmp_path):
@@ -340,7 +274,7 @@ def test_dtype_casts_both_ways(tmp_path):
         assert_same_bits(hf_values(tmp_path / written), expected)
 
 
-def test_one_tensor_at_a_time_is_in_memory(tmp_path):
+def test_shards_and_their_index_are_written_with_one_tensor_at_a_time_in_memory(tmp_path):
     seen = []
 
     def read():
@@ -353,7 +287,12 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
     tensors = [DeferredArray(f"t{i}", (40, 30), dtype, read) for i in range(6)]
     write_weights(tensors, tmp_path, shard_bytes=2 * 40 * 30 * 2)
     assert len(seen) == 6
-    assert len(list(tmp_path.glob("model-0000?-of-00003.safetensors"))) == 3
+    files = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert files == [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert json.loads((tmp_path / hf.INDEX).read_text()) == {
+        "metadata": {"total_size": 6 * 40 * 30 * 2},
+        "weight_map": {f"t{i}": files[i // 2] for i in range(6)},
+    }
     assert {x.sum() for x in hf_values(tmp_path).values()} == {1200}
 
 
@@ -498,28 +437,18 @@ def test_two_processes_write_one_checkpoint(tmp_path):
     """Two real ones, with two devices each, from a mesh over both."""
     source, back = write_tiny(tmp_path / "a", dtype="bfloat16", shard_bytes=8000), tmp_path / "b"
     (tmp_path / "c").write_text("x")
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tests.hf_process"]
-    options = {"cwd": ROOT, "env": {**os.environ, "JAX_PLATFORMS": "cpu"}, "text": True}
-    children = [
-        subprocess.Popen(
-            [*command, str(i), str(port), source, back, tmp_path / "c"],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            **options,
-        )
-        for i in range(2)
-    ]
-    try:
-        told, heard = (child.communicate(timeout=600)[1] for child in children)
-    finally:
-        for child in children:
-            child.kill()
+    command, port = ("-m", "tests.hf_process"), free_port()
+    on_cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with ThreadPoolExecutor(2) as pool:
+        started = [
+            pool.submit(run_python, *command, i, port, source, back, tmp_path / "c", env=on_cpu)
+            for i in range(2)
+        ]
+    ended = [one.result() for one in started]
     assert_same_bits(hf_values(back), hf_values(source))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
     # And where they cannot, both say so and end.
-    assert [child.returncode for child in children] == [1, 1], told + heard
+    told, heard = (one.stderr for one in ended)
+    assert [one.returncode for one in ended] == [1, 1], told + heard
     assert "is a file" in told
     assert "another process of the job failed" in heard

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.examples.checkpoints import assert_placed
 from tests.examples.training import TINY
+from wedlm_jax.attention import attend
 from wedlm_jax.masks import CausalMask
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import are_stacked, with_layers_apart
-from wedlm_jax.model.layers import columns_are_faster
-from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.sharding import make_mesh, tree_shardings
 
 TIED = dataclasses.replace(TINY, tie_word_embeddings=True, attention_bias=False, qk_norm=False)
@@ -60,19 +60,6 @@ def test_taken_apart_it_is_the_model_that_was_made_so(config, columns):
     assert_same_leaves(apart, made_so)
 
 
-def test_large_matrices_go_to_columns():
-    large = dataclasses.replace(TINY, hidden_size=1024, intermediate_size=1024)
-    assert [columns_are_faster(c, "float32") for c in (TINY, large)] == [False, True]
-    assert not columns_are_faster(large, "bfloat16")
-
-
-@both_ways
-def test_rounded_matrices_move_along(columns):
-    stacked, apart = models(TINY, columns)
-    moved = with_layers_apart(quantize_weights(stacked), columns=columns)
-    assert_same_leaves(moved, quantize_weights(apart))
-
-
 @both_ways
 def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns):
     config = dataclasses.replace(TINY, vocab_size=96, mask_token_id=95)
@@ -80,79 +67,43 @@ def test_on_a_mesh_each_layer_lies_as_the_rules_say(columns):
     graph, state = nnx.split(stacked_model(config))
     placed = nnx.merge(graph, jax.device_put(state, tree_shardings(mesh, state)))
     apart = with_layers_apart(placed, columns=columns)
-    state = nnx.state(apart)
-    wanted = jax.tree.leaves(tree_shardings(mesh, state))
-    for leaf, sharding in zip(jax.tree.leaves(state), wanted, strict=True):
-        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), (leaf.shape, sharding)
+    assert_placed(apart, mesh)
     assert_same_leaves(apart, with_layers_apart(stacked_model(config), columns=columns))
 
 
 # --- flat tokens -------------------------------------------------------------------------
 
-LENGTHS = (5, 1, 7)
-SPANS = (slice(0, 5), slice(5, 6), slice(6, 13))
 
+@functools.partial(jax.jit, static_argnames="dtype")
+def run_flat(model, dtype=None):
+    """Hidden states of the first text as flat tokens; how many layers attended, and which last."""
 
-def flat_example():
-    """Three sequences behind one another, and padding; positions are not places."""
-    random = np.random.default_rng(3)
-    tokens = random.integers(0, TIED.vocab_size, sum(LENGTHS) + 3)
-    positions = [random.permutation(length) + 2 for length in LENGTHS] + [np.zeros(3, int)]
-    return jnp.array(tokens), jnp.array(np.concatenate(positions))
+    def attend_densely(carry, layer, q, k, v):
+        k, v = (x[None].swapaxes(1, 2) for x in (k, v))
+        attended = attend(q[None], k, v, CausalMask(), implementation="dense")[0]
+        return attended, (carry[0] + 1, jnp.int32(layer))
 
-
-def dense(kept, layer, q, k, v):
-    """Causal attention within each sequence, by a matrix over all flat tokens. ``kept [2, T]``
-    counts the layers and notes which came last."""
-    size, group = q.shape[0], q.shape[1] // k.shape[1]
-    owner = np.repeat(np.arange(len(LENGTHS) + 1), (*LENGTHS, 3))
-    seen = (owner[:, None] == owner) & np.tri(size, dtype=bool)
-    k, v = (jnp.repeat(x, group, axis=1) for x in (k, v))
-    scores = jnp.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
-    after = jnp.stack([kept[0] + 1, jnp.full_like(kept[1], layer)])
-    return jnp.einsum("hqk,khd->qhd", weights, v), after
-
-
-@jax.jit
-def each_alone(model):
-    """A row a sequence, with padding behind, which nothing before it sees."""
-    flat = flat_example()
-    rows = (jnp.stack([jnp.pad(x[own], (0, 7 - x[own].size)) for own in SPANS]) for x in flat)
-    return model(*rows, CausalMask())
+    start = jnp.int32(0), jnp.int32(0)
+    return model.run(TOKENS[0], POSITIONS[0], attend_densely, start, dtype=dtype)
 
 
 @pytest.mark.parametrize(
     ("config", "layout"), [(TINY, "stacked"), (TIED, "rows"), (TINY, "columns")]
 )
-def test_flat_tokens_are_computed_as_each_sequence_alone(config, layout):
+def test_flat_tokens_are_computed_as_those_of_a_batch(config, layout):
     stacked, apart = models(config, layout == "columns")
-    model = stacked if layout == "stacked" else apart
-    tokens, positions = flat_example()
-    start = jnp.zeros((2, len(tokens)), jnp.int32)
-    hidden, kept = jax.jit(lambda model: model.run(tokens, positions, dense, start))(model)
-    alone = each_alone(stacked)
-    assert hidden.shape == (len(tokens), config.hidden_size)
-    np.testing.assert_array_equal(kept[0], config.num_hidden_layers)
-    np.testing.assert_array_equal(kept[1], config.num_hidden_layers - 1)
-    for row, own in zip(alone, SPANS, strict=True):
-        np.testing.assert_allclose(hidden[own], row[: own.stop - own.start], atol=1e-5)
+    hidden, (count, last) = run_flat(stacked if layout == "stacked" else apart)
+    assert (count, last) == (config.num_hidden_layers, config.num_hidden_layers - 1)
+    expected = jax.jit(lambda model: model(TOKENS, POSITIONS, CausalMask()))(stacked)
+    np.testing.assert_allclose(hidden, expected[0], atol=1e-5)
 
 
 def test_flat_tokens_in_bfloat16_stay_so():
     stacked, apart = models(TINY, columns=True)
-    tokens, positions = flat_example()
-    start = jnp.zeros((2, len(tokens)), jnp.int32)
-
-    @functools.partial(jax.jit, static_argnames="dtype")
-    def run(model, dtype):
-        return model.run(tokens, positions, dense, start, dtype=dtype)[0]
-
-    rounded = run(apart, jnp.bfloat16)
-    assert rounded.dtype == jnp.bfloat16
-    difference = jnp.abs(rounded.astype(jnp.float32) - run(stacked, jnp.float32))
-    assert 0 < float(difference.mean()) < 0.05
-    assert apart.logits(rounded).dtype == jnp.float32
+    rounded, exact = run_flat(apart, jnp.bfloat16)[0], run_flat(stacked)[0]
+    assert (rounded.dtype, exact.dtype) == (jnp.bfloat16, jnp.float32)
+    assert 0 < float(jnp.abs(rounded.astype(jnp.float32) - exact).mean()) < 0.05
+    assert stacked.logits(rounded).dtype == apart.logits(rounded).dtype == jnp.float32
     alone = apart.logits(rounded[:1])
     np.testing.assert_allclose(alone, apart.logits(rounded)[:1], atol=1e-5)
 
