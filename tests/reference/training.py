@@ -78,19 +78,29 @@ def cross_entropy_gradients(hidden, head, targets, weights):
 
 
 def wedlm_losses(samples, logits, *, block_size, weighting="inverse_ratio", ar_weight=1.0):
-    """The losses over a batch of samples, given each one's whole logits ``[2n, V]``."""
-    mlm = mlm_weight = ar = ar_count = 0.0
+    """The losses and accuracies over a batch of samples, given each one's whole logits
+    ``[2n, V]``."""
+    mlm = mlm_weight = ar = 0.0
+    masked_hits, ar_hits = [], []
     for sample, rows in zip(samples, logits, strict=True):
         length = len(sample.tokens)
         streams = dual_streams(sample, block_size, mask_token_id=0)
         nats = cross_entropy(rows[length:], streams.targets)
+        hits = rows[length:].argmax(-1) == streams.targets
         for i in range(length):
             if streams.masked[i]:
                 weight = 1 / (streams.ratio[i] + 1e-8) if weighting == "inverse_ratio" else 1.0
                 mlm += weight * nats[i]
                 mlm_weight += weight
-        nats = cross_entropy(rows[: length - 1], sample.tokens[1:])
-        ar += nats[sample.trainable[1:]].sum()
-        ar_count += sample.trainable[1:].sum()
-    mlm, ar = mlm / max(mlm_weight, 1e-30), ar / max(ar_count, 1e-30)
-    return {"mlm_loss": mlm, "ar_loss": ar, "loss": (mlm + ar_weight * ar) / (1 + ar_weight)}
+                masked_hits.append(hits[i])
+        memory, targets, counted = rows[: length - 1], sample.tokens[1:], sample.trainable[1:]
+        ar += cross_entropy(memory, targets)[counted].sum()
+        ar_hits += (memory.argmax(-1) == targets)[counted].tolist()
+    mlm, ar = mlm / max(mlm_weight, 1e-30), ar / max(len(ar_hits), 1)
+    return {
+        "mlm_loss": mlm,
+        "ar_loss": ar,
+        "loss": (mlm + ar_weight * ar) / (1 + ar_weight),
+        "masked_accuracy": sum(masked_hits) / max(len(masked_hits), 1),
+        "ar_accuracy": sum(ar_hits) / max(len(ar_hits), 1),
+    }

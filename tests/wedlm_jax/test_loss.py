@@ -1,6 +1,5 @@
 """The losses equal those of whole logits, packed or not, forward and backward."""
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -11,6 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples.train_step import assert_same_gradients
 from tests.examples.training import (
     BLOCK,
     MASK_TOKEN,
@@ -19,7 +19,7 @@ from tests.examples.training import (
     random_sample,
     tiny_transformer,
 )
-from tests.reference.training import cross_entropy, dual_streams, wedlm_losses
+from tests.reference.training import dual_streams, wedlm_losses
 from wedlm_jax.corruption import dual_stream, sample_masks
 from wedlm_jax.loss import (
     SURPRISE,
@@ -112,26 +112,12 @@ def test_packed_rows_have_the_losses_of_their_samples_alone(
 ):
     rows = random_rows(seed, [row_of_lengths(row) for row in sizes])
     samples = [sample for row in rows for sample in row]
-    logits = [whole_logits(sample) for sample in samples]
+    logits = [*map(whole_logits, samples)]
     expected = wedlm_losses(samples, logits, block_size=BLOCK, **options)
     config = LossConfig(chunk=8, **options)
     _, metrics = packed_loss(*packed(rows, ROW_LENGTH), config=config)
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
-
-
-def test_packed_gradient_is_that_of_one_sample_a_row(packed_loss):
-    samples = [sample for row in random_rows(3, [[9, 4, 13]]) for sample in row]
-    together, _ = packed_loss(*packed([samples, []], ROW_LENGTH), config=LossConfig(chunk=8))
-    apart, _ = packed_loss(*packed([[s] for s in samples], ROW_LENGTH), config=LossConfig(chunk=8))
-    assert_same_gradients(together, apart)
-
-
-def assert_same_gradients(ours, theirs):
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        scale = float(jnp.abs(b).max())
-        assert scale > 0
-        np.testing.assert_allclose(np.asarray(a) / scale, np.asarray(b) / scale, atol=2e-5)
 
 
 def test_a_row_without_targets_changes_nothing(packed_loss):
@@ -155,46 +141,16 @@ def test_ar_loss_is_the_mean_over_next_tokens_of_each_sample(model_parts, whole_
     graph, parameters = model_parts
     rows = random_rows(8, [[9, 5], [14]])
     samples = [sample for row in rows for sample in row]
-    logits = [whole_logits(sample) for sample in samples]
-    nats = []
-    hits = []
-    for sample, whole in zip(samples, logits, strict=True):
-        memory, targets = whole[: len(sample.tokens) - 1], sample.tokens[1:]
-        counted = sample.trainable[1:]
-        nats += cross_entropy(memory, targets)[counted].tolist()
-        hits += (memory.argmax(-1) == targets)[counted].tolist()
-    arrays, _, _ = packed(rows, ROW_LENGTH)
     config = LossConfig(chunk=8)
 
     @jax.jit
     def run(rows):
         return ar_loss(nnx.merge(graph, parameters), rows, ar_denominators(rows), config)
 
-    loss, metrics = run(arrays)
-    np.testing.assert_allclose(loss, np.mean(nats), rtol=1e-5)
-    np.testing.assert_allclose(metrics["ar_accuracy"], np.mean(hits), atol=1e-6)
-
-
-def test_masked_accuracy_counts_masked_rows_only(packed_loss, whole_logits):
-    random = np.random.default_rng(0)
-    sample = random_sample(random, 16)
-    # Truth taken from the model itself for half of the masks: accuracy is then known.
-    streams = dual_streams(sample, BLOCK, MASK_TOKEN)
-    places = np.flatnonzero(streams.masked)
-    predicted = whole_logits(sample)[len(sample.tokens) :].argmax(-1)
-    # The last block's targets are seen by no other row, so changing them changes no logits
-    # of the prediction stream.
-    last = [p for p in places if p >= 12]
-    assert last
-    tokens = sample.tokens.copy()
-    for place in last:
-        tokens[streams.positions[16 + place]] = predicted[place]
-    sample = dataclasses.replace(sample, tokens=tokens)
-    predicted = whole_logits(sample)[len(tokens) :].argmax(-1)
-    right = (predicted == dual_streams(sample, BLOCK, MASK_TOKEN).targets)[places]
-    assert right.sum() >= len(last)
-    _, metrics = packed_loss(*packed([[sample], []], ROW_LENGTH), config=LossConfig(chunk=8))
-    np.testing.assert_allclose(metrics["masked_accuracy"], right.mean(), atol=1e-6)
+    loss, metrics = run(packed(rows, ROW_LENGTH)[0])
+    expected = wedlm_losses(samples, [*map(whole_logits, samples)], block_size=BLOCK)
+    np.testing.assert_allclose(loss, expected["ar_loss"], rtol=1e-5)
+    np.testing.assert_allclose(metrics["ar_accuracy"], expected["ar_accuracy"], atol=1e-6)
 
 
 def test_unknown_weighting_is_refused_by_name():
