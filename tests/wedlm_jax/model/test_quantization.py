@@ -1,6 +1,7 @@
 """Products of matrices that are rounded or on the left: exact, and without a copy of the matrix;
 and products of 8-bit integers in training: what they compute, and where."""
 
+import contextlib
 from collections import Counter
 
 import jax
@@ -32,16 +33,6 @@ def exact(matrix, x):
     return np.asarray(matrix, np.float64) @ np.asarray(x, np.float64)
 
 
-@pytest.mark.parametrize("columns", [1, 4, 21])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_product_is_that_of_numpy(columns, dtype):
-    matrix, x = operands(columns, dtype)
-    y = jax.jit(left_product, static_argnames="dtype")(matrix, x, dtype="float32")
-    assert y.shape == (OUT, columns)
-    assert y.dtype == jnp.float32
-    np.testing.assert_allclose(y, exact(matrix, x), atol=1e-4)  # sums are in float32
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_with_integers_is_that_of_what_they_stand_for(dtype):
     matrix, x = operands(3, dtype)
@@ -54,16 +45,18 @@ def test_a_product_with_integers_is_that_of_what_they_stand_for(dtype):
     np.testing.assert_allclose(y, expected, atol=rounding * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("cut", [("tensor", None), (None, "tensor")])
-@pytest.mark.parametrize(("columns", "dtype"), [(1, "bfloat16"), (21, "float32")])
-def test_a_product_over_devices_is_that_of_one(columns, dtype, cut):
+@pytest.mark.parametrize("cut", [None, ("tensor", None), (None, "tensor")])
+@pytest.mark.parametrize(("columns", "dtype"), [(1, "bfloat16"), (4, "bfloat16"), (21, "float32")])
+def test_a_product_is_that_of_numpy_on_one_device_and_over_many(columns, dtype, cut):
     matrix, x = operands(columns, dtype)
-    mesh = make_mesh({"tensor": -1})
-    matrix = jax.device_put(matrix, NamedSharding(mesh, P(*cut)))
-    x = jax.device_put(x, NamedSharding(mesh, P(cut[1], None)))
-    with jax.set_mesh(mesh):
+    expected, mesh = exact(matrix, x), make_mesh({"tensor": -1})
+    if cut is not None:
+        matrix = jax.device_put(matrix, NamedSharding(mesh, P(*cut)))
+        x = jax.device_put(x, NamedSharding(mesh, P(cut[1], None)))
+    with contextlib.nullcontext() if cut is None else jax.set_mesh(mesh):
         y = jax.jit(left_product, static_argnames="dtype")(matrix, x, dtype="float32")
-    np.testing.assert_allclose(y, exact(matrix, x), atol=1e-4)
+    assert (y.shape, y.dtype) == ((OUT, columns), jnp.float32)
+    np.testing.assert_allclose(y, expected, atol=1e-4)  # sums are in float32
 
 
 @pytest.mark.parametrize("columns", [1, 3, 16])
