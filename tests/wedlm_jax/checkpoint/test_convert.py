@@ -13,7 +13,6 @@ from tests.examples.checkpoints import (
     edit_json,
     every_float16_pattern,
     hf_values,
-    model_arrays,
     refused,
     set_tensors,
     write_tiny,
@@ -23,7 +22,6 @@ from tests.examples.full_disk import small_disk
 from wedlm_jax.__main__ import main
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf import HFCheckpoint
-from wedlm_jax.checkpoint.model import load_checkpoint
 from wedlm_jax.checkpoint.orbax import read_arrays, write_arrays
 from wedlm_jax.checkpoint.safetensors import DeferredArray
 from wedlm_jax.config import PARTS
@@ -66,6 +64,8 @@ def test_round_trip_is_bit_exact(tmp_path, style, dtype):
         pattern = every_float16_pattern(24 * 16, dtype).reshape(24, 16)
         zeros = np.zeros((24, 16), pattern.dtype)  # orbax leaves out what is zero, but not −0
         set_tensors(source, **{"model.embed_tokens.weight": pattern, "lm_head.weight": -zeros})
+        for part in PARTS:  # the parameters tell what config.json does not say
+            edit_json(source / "config.json", remove=part)
     there = convert(source, tmp_path / "deep" / "orbax")
     back = convert(tmp_path / "deep" / "orbax", tmp_path / "back")
     values = hf_values(source)
@@ -74,15 +74,6 @@ def test_round_trip_is_bit_exact(tmp_path, style, dtype):
     assert (there.format, there.dtypes) == ("orbax", (dtype,))
     size = sum(x.nbytes for x in values.values())
     assert (back.format, back.tensors, back.bytes) == ("hf", len(values), size)
-
-
-def test_config_that_is_silent_is_told_by_the_parameters(hf, tmp_path):
-    for part in PARTS:
-        edit_json(hf / "config.json", remove=part)
-    convert(hf, tmp_path / "b")
-    convert(tmp_path / "b", tmp_path / "c")
-    assert_same_bits(hf_values(tmp_path / "c"), hf_values(hf))
-    assert_carried(hf, tmp_path / "c")
 
 
 @pytest.mark.parametrize(("source", "to"), [(0, "hf"), (0, "orbax"), (1, "hf")])
@@ -97,18 +88,13 @@ def test_dtype_is_cast_and_named(pair, tmp_path, source, to):
     assert config_of(written) == {**config_of(pair[0]), "dtype": "bfloat16"}
 
 
-def test_older_name_of_the_dtype_field_is_kept(hf, tmp_path):
-    edit_json(hf / "config.json", remove="dtype", torch_dtype="float32")
-    convert(hf, tmp_path / "b", to="hf", dtype="float16")
-    raw = config_of(tmp_path / "b")
-    assert (raw["torch_dtype"], "dtype" in raw) == ("float16", False)
-
-
-def test_only_the_name_changes_with_the_model_type(tmp_path):
+def test_config_json_changes_in_what_was_asked_for_alone(tmp_path):
+    """The dtype under the name that the file uses; and no value changes with the model type."""
     hf, out = write_tiny(tmp_path / "hf"), tmp_path / "out"
-    convert(hf, out, to="hf", model_type="qwen3")
-    name = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
-    assert config_of(out) == {**config_of(hf), **name}
+    edit_json(hf / "config.json", remove="dtype", torch_dtype="float64")
+    convert(hf, out, to="hf", model_type="qwen3", dtype="float32")
+    changes = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+    assert config_of(out) == {**config_of(hf), **changes, "torch_dtype": "float32"}
     assert (out / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
 
 
@@ -210,14 +196,6 @@ def test_a_full_disk_is_no_bad_input(pair, tmp_path, to, capsys):
 
 
 # --- the commands ------------------------------------------------------------------------
-
-
-def test_command_converts_and_says_what_it_wrote(hf, tmp_path, capsys):
-    assert main(["convert", str(hf), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
-    captured = capsys.readouterr()
-    size = sum(x.size * 2 for x in model_arrays(load_checkpoint(hf)).values()) / 1e6
-    assert f"wrote {tmp_path / 'out'}: orbax, 17 tensors, {size:.1f} MB, bfloat16" in captured.out
-    assert captured.err == ""
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "cpu"), ("cpu,tpu", "cpu,tpu")])
