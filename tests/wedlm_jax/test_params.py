@@ -134,11 +134,6 @@ def test_the_first_sample_has_the_prompt_s_seed_and_the_others_their_own():
     assert [sample_seed(7, i) for i in range(3)] == [7, 369571992, 1009178997]
 
 
-def test_a_copy_keeps_the_other_fields():
-    copied = dataclasses.replace(SamplingParams(seed=None), top_k=3)
-    assert (copied.seed, copied.top_k) == (None, 3)
-
-
 def test_a_schema_is_kept_as_its_text_in_the_order_of_its_keys():
     schema = {"type": "object", "properties": {"é": {}, "a": {}}}
     params = SamplingParams(json_schema=schema)
