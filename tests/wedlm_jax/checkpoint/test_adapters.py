@@ -107,6 +107,14 @@ def test_it_loads_as_its_merged_copy(adapters, tmp_path, options):
     assert_same_bits(*(model_arrays(load_checkpoint(folder, **options)) for folder in folders))
 
 
+def test_some_rows_of_a_merged_matrix(base, adapters):
+    name = f"{MATRICES[0]}.weight"
+    ((first, rows),) = open_checkpoint(adapters).tensors[name].read_rows(slice(2, 5))
+    assert first == 2
+    whole = expected_values(base, adapters, ALPHA / RANK)[name]
+    np.testing.assert_allclose(rows, whole[2:5], rtol=1e-6, atol=1e-6)
+
+
 def test_it_has_the_tokenizer_of_its_base(tmp_path):
     base, folder = write_tiny_checkpoint(tmp_path / "base"), tmp_path / "adapters"
     matrices = [f"model.layers.0.self_attn.{x}_proj" for x in "qv"]

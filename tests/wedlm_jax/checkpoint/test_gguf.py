@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("gguf")
 
-from tests.examples.checkpoints import hf_values
+from tests.examples.checkpoints import hf_values, tiny_config
 from tests.examples.gguf_file import (
     SOME_TOKENIZER,
     example,
@@ -24,6 +24,7 @@ from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.gguf import QUANTIZED, SPLITS, GGUFCheckpoint, write_tokenizer
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.errors import InputError
+from wedlm_jax.model.rope import inverse_frequencies
 from wedlm_jax.text import TextCodec
 
 
@@ -95,33 +96,20 @@ def test_every_quantization_is_computed_as_by_transformers(tmp_path):
         )
 
 
-def llama3_factors(theta, head_dim, factor):
-    """What llama.cpp's converter writes for the RoPE of a Llama 3."""
-    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
-    factors = []
-    for frequency in frequencies:
-        wavelength = 2 * np.pi / frequency
-        if wavelength < 8192 / 4:
-            factors.append(1.0)
-        elif wavelength > 8192 / 1:
-            factors.append(factor)
-        else:
-            smooth = (8192 / wavelength - 1) / (4 - 1)
-            factors.append(1 / ((1 - smooth) / factor + smooth))
-    return np.array(factors, np.float32)
-
-
 def test_extended_contexts(tmp_path):
     changes = {"rope_theta": 500000.0, "head_dim": 32}
     tensors = gguf_tensors(example(tmp_path / "original", **changes))
     metadata = {**metadata_of(**changes), **SOME_TOKENIZER}
-    factors = llama3_factors(500000.0, 32, 32.0)
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    extended = {**changes, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    plain, scaled = (inverse_frequencies(tiny_config(**x))[0] for x in (changes, extended))
+    factors = plain / scaled  # by which llama.cpp divides
     assert len(set(factors)) == 3
     file = write_gguf(tmp_path / "a.gguf", metadata, {**tensors, "rope_freqs.weight": factors})
     rope = GGUFCheckpoint(file).config.rope
     assert (rope.theta, rope.rope_type) == (500000.0, "llama3")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    assert dict(rope.parameters) == dict(zip(names, (32.0, 1.0, 4.0, 8192), strict=True))
+    assert dict(rope.parameters) == scaling
     odd = {**tensors, "rope_freqs.weight": factors[::-1].copy()}
     with pytest.raises(InputError, match="not the RoPE factors of a Llama 3"):
         GGUFCheckpoint(write_gguf(tmp_path / "b.gguf", metadata, odd))
