@@ -135,6 +135,13 @@ def test_packed_rows_have_the_losses_and_accuracies_of_their_samples_alone(
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
 
 
+def test_packed_gradient_is_that_of_one_sample_a_row(packed_loss):
+    samples = [sample for row in random_rows(3, [[9, 4, 13]]) for sample in row]
+    together, _ = packed_loss(*packed([samples, []], ROW_LENGTH), config=LossConfig(chunk=8))
+    apart, _ = packed_loss(*packed([[s] for s in samples], ROW_LENGTH), config=LossConfig(chunk=8))
+    assert_same_gradients(together, apart)
+
+
 def test_a_row_without_targets_changes_nothing(packed_loss):
     random = np.random.default_rng(0)
     sample, prompt_only = random_sample(random, 14, prompt=3), random_sample(random, 9, prompt=9)
