@@ -1,7 +1,9 @@
 """Imports a checkpoint onto eight devices, exports it, and prints what memory that took.
 
     python -m tests.hf_memory SOURCE DESTINATION SHARD_BYTES
+    python -m tests.hf_memory SOURCE QUANTIZATION
 
+The second imports it for decoding: layers apart, matrices rounded.
 A process of its own, since a peak is the process's. SOURCE is removed when it has been read.
 Linux only: the peak is that of the kernel, which unlike `getrusage` forgets the parent's.
 """
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 
 from wedlm_jax.checkpoint.model import load_checkpoint, save_checkpoint
 from wedlm_jax.checkpoint.names import arrays_from_model
+from wedlm_jax.model.quantization import rounded_alone
 from wedlm_jax.sharding import make_mesh
 
 
@@ -48,6 +51,19 @@ def main(source, destination, shard_bytes):
     print(json.dumps(facts))
 
 
+def import_rounded(source, quantization):
+    mesh = make_mesh({"tensor": 8})
+    # What rounding takes besides is compiled before.
+    matrix = jnp.ones((8, 8), jnp.bfloat16)
+    rounded_alone(matrix, "weight")
+    before = memory("VmRSS")
+    model = load_checkpoint(source, mesh=mesh, stacked=False, quantization=quantization)
+    print(json.dumps({"parameters": size_of(model), "import": memory("VmHWM") - before}))
+
+
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    if len(sys.argv) == 3:
+        import_rounded(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("gguf")
 
-from tests.examples.checkpoints import hf_values, tiny_config
+from tests.examples.checkpoints import hf_values
 from tests.examples.gguf_file import (
     SOME_TOKENIZER,
     example,
@@ -24,7 +24,6 @@ from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.gguf import QUANTIZED, SPLITS, GGUFCheckpoint, write_tokenizer
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.errors import InputError
-from wedlm_jax.model.rope import inverse_frequencies
 from wedlm_jax.text import TextCodec
 
 
@@ -58,7 +57,32 @@ def test_tensors_and_config_come_back(tmp_path, kind, dtype, changes):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
+def test_a_file_becomes_orbax_too_and_is_cast(tmp_path):
+    file = made(tmp_path / "model.gguf")
+    convert(file, tmp_path / "orbax", to="orbax", dtype="bfloat16")
+    convert(tmp_path / "orbax", tmp_path / "out")
+    found = hf_values(tmp_path / "out")
+    for name, value in hf_values(tmp_path / "original").items():
+        assert found[name].tobytes() == value.astype(ml_dtypes.bfloat16).tobytes(), name
+    assert (tmp_path / "orbax" / "tokenizer.json").exists()
+
+
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+
+
+def five_bits(stored, kind):
+    """Computes the values of blocks of 32: a scale, a minimum in Q5_1, a fifth bit each, four bits
+    each, those of the second half above those of the first."""
+    values = []
+    for block in stored.reshape(-1, 22 if kind == "Q5_0" else 24).tolist():
+        numbers = np.array(block[:4], np.uint8).view(np.float16).astype(np.float32)
+        high, low = block[-20:-16], block[-16:]
+        for place in range(32):
+            four = low[place % 16] >> 4 if place >= 16 else low[place % 16] & 15
+            five = four | (high[place // 8] >> (place % 8) & 1) << 4
+            scale, least = numbers[0], numbers[1] if kind == "Q5_1" else -16 * numbers[0]
+            values.append(scale * np.float32(five) + least)
+    return np.array(values)
 
 
 def test_every_quantization_is_computed_as_by_transformers(tmp_path):
@@ -86,7 +110,7 @@ def test_every_quantization_is_computed_as_by_transformers(tmp_path):
     found = gguf_tensors(hf_values(tmp_path / "out"), "qwen3")
     for name, kind in types.items():
         if kind in ("Q5_0", "Q5_1"):  # which it lacks
-            theirs = gguf.quants.dequantize(tensors[name], gguf.GGMLQuantizationType[kind])
+            theirs = five_bits(tensors[name], kind)
         else:
             number = int(gguf.GGMLQuantizationType[kind])
             theirs = dequantize(torch.from_numpy(tensors[name]), number).numpy()
@@ -96,20 +120,33 @@ def test_every_quantization_is_computed_as_by_transformers(tmp_path):
         )
 
 
+def llama3_factors(theta, head_dim, factor):
+    """What llama.cpp's converter writes for the RoPE of a Llama 3."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    factors = []
+    for frequency in frequencies:
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192 / 1:
+            factors.append(factor)
+        else:
+            smooth = (8192 / wavelength - 1) / (4 - 1)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
 def test_extended_contexts(tmp_path):
     changes = {"rope_theta": 500000.0, "head_dim": 32}
     tensors = gguf_tensors(example(tmp_path / "original", **changes))
     metadata = {**metadata_of(**changes), **SOME_TOKENIZER}
-    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling["original_max_position_embeddings"] = 8192
-    extended = {**changes, "rope_scaling": {"rope_type": "llama3", **scaling}}
-    plain, scaled = (inverse_frequencies(tiny_config(**x))[0] for x in (changes, extended))
-    factors = plain / scaled  # by which llama.cpp divides
+    factors = llama3_factors(500000.0, 32, 32.0)
     assert len(set(factors)) == 3
     file = write_gguf(tmp_path / "a.gguf", metadata, {**tensors, "rope_freqs.weight": factors})
     rope = GGUFCheckpoint(file).config.rope
     assert (rope.theta, rope.rope_type) == (500000.0, "llama3")
-    assert dict(rope.parameters) == scaling
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    assert dict(rope.parameters) == dict(zip(names, (32.0, 1.0, 4.0, 8192), strict=True))
     odd = {**tensors, "rope_freqs.weight": factors[::-1].copy()}
     with pytest.raises(InputError, match="not the RoPE factors of a Llama 3"):
         GGUFCheckpoint(write_gguf(tmp_path / "b.gguf", metadata, odd))
@@ -118,6 +155,30 @@ def test_extended_contexts(tmp_path):
     rope = GGUFCheckpoint(write_gguf(tmp_path / "c.gguf", metadata | yarn, tensors)).config.rope
     assert (rope.rope_type, rope.get("factor")) == ("yarn", 4.0)
     assert rope.get("original_max_position_embeddings") == 16
+
+
+@pytest.mark.full
+def test_logits_are_those_of_transformers(tmp_path):
+    """Read by transformers from the same file, and by us from the folder that is made of it."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("accelerate")  # transformers' reader wants it
+    import jax.numpy as jnp
+    import transformers
+
+    from tests.wedlm_jax.checkpoint.test_hf_parity import forward
+    from wedlm_jax.checkpoint.model import load_checkpoint
+
+    file = made(tmp_path / "model.gguf", head_dim=4, num_hidden_layers=2)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        str(tmp_path), gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    convert(file, tmp_path / "out")
+    tokens = np.random.default_rng(0).integers(0, 24, (2, 17))
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens)).logits.numpy()
+    positions = jnp.broadcast_to(jnp.arange(17), (2, 17))
+    ours = forward(load_checkpoint(tmp_path / "out"), jnp.asarray(tokens), positions)
+    np.testing.assert_allclose(np.asarray(ours), expected, atol=2e-4 * np.abs(expected).max())
 
 
 ONLY_GGUF = "truncated or not a valid GGUF file"

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from tests.examples.checkpoints import published_config
 from tests.examples.child import run_python
 from wedlm_jax.checkpoint.hf import write_config, write_weights
 from wedlm_jax.checkpoint.names import parameter_entries
@@ -24,7 +23,21 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc"),
 ]
 
-QWEN3_1_7B = published_config("qwen3_1.7b_sft", model_type="qwen3")
+
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+    "eos_token_id": 151645,
+}
 SHARD_BYTES = 750 * 1000**2
 
 
@@ -39,24 +52,28 @@ def values_of(name, shape):
     return repeated.view(ml_dtypes.bfloat16).reshape(shape)
 
 
-def large_tensors():
+def large_tensors(**changes):
     def tensor(name, shape):
         return DeferredArray(
             name, shape, np.dtype(ml_dtypes.bfloat16), lambda: values_of(name, shape)
         )
 
-    entries = parameter_entries(config_from_hf(QWEN3_1_7B))
+    entries = parameter_entries(config_from_hf({**QWEN3_1_7B, **changes}))
     return [tensor(name, entry.hf_shape) for entry in entries for name in entry.hf_names]
 
 
 @pytest.fixture
 def source(tmp_path):
-    """The checkpoint; removed at the end, as what is made of it."""
-    folder = tmp_path / "source"
-    folder.mkdir()
-    write_config(folder, QWEN3_1_7B)
-    write_weights(large_tensors(), folder, shard_bytes=SHARD_BYTES)
-    yield folder
+    """Writes the checkpoint, some fields changed; removed at the end, as what is made of it."""
+
+    def write(**changes):
+        folder = tmp_path / "source"
+        folder.mkdir()
+        write_config(folder, {**QWEN3_1_7B, **changes})
+        write_weights(large_tensors(**changes), folder, shard_bytes=SHARD_BYTES)
+        return folder
+
+    yield write
     for folder in tmp_path.iterdir():
         shutil.rmtree(folder)
 
@@ -83,9 +100,9 @@ def measured(*arguments):
 
 
 def test_1_7b_onto_eight_devices_and_back(source, tmp_path):
-    back = tmp_path / "back"
-    assert len(list(source.glob("*.safetensors"))) == 5
-    facts = measured(source, back, SHARD_BYTES)
+    folder, back = source(), tmp_path / "back"
+    assert len(list(folder.glob("*.safetensors"))) == 5
+    facts = measured(folder, back, SHARD_BYTES)
     assert facts["parameters"] == 2 * config_from_hf(QWEN3_1_7B).num_parameters()
     file = facts["parameters"] / 5  # on average
     embedding = 2 * QWEN3_1_7B["vocab_size"] * QWEN3_1_7B["hidden_size"]
@@ -93,3 +110,13 @@ def test_1_7b_onto_eight_devices_and_back(source, tmp_path):
     assert facts["export"] < facts["parameters"] + embedding + 0.5 * file
     assert len(list(back.glob("*.safetensors"))) == 5
     assert_holds_the_same(back)
+
+
+def test_rounded_while_read_it_is_never_there_as_it_was(source):
+    changes = {"num_hidden_layers": 10, "vocab_size": 4096, "eos_token_id": 9}
+    facts = measured(source(**changes), "int8")
+    config = config_from_hf({**QWEN3_1_7B, **changes})
+    matrices = config.num_parameters(embeddings=False)
+    embedding = 2 * config.vocab_size * config.hidden_size
+    assert matrices + embedding < facts["parameters"] < 1.01 * matrices + embedding
+    assert facts["import"] < facts["parameters"] + 0.5 * matrices

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.examples.training import TINY, tiny_transformer
+from tests.examples.training import TINY, MatrixMask, tiny_transformer
 from tests.jaxpr_shapes import arrays_in, equations_in
 from wedlm_jax.masks import CausalMask, DualStreamMask
 from wedlm_jax.model import Transformer
@@ -24,6 +24,16 @@ POSITIONS = jnp.tile(jnp.arange(LENGTH), (2, 1))
 @pytest.fixture(scope="module")
 def parts():
     return nnx.split(tiny_transformer())
+
+
+def test_physical_order_is_free_where_positions_and_mask_go_along(parts):
+    order = jnp.array([4, 0, 7, 2, 1, 6, 3, 5])
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    run = jax.jit(nnx.merge(*parts))
+    straight = run(TOKENS, POSITIONS, MatrixMask(matrix=jnp.stack([causal] * 2)))
+    moved = MatrixMask(matrix=jnp.stack([causal[order][:, order]] * 2))
+    shuffled = run(TOKENS[:, order], POSITIONS[:, order], moved)
+    np.testing.assert_allclose(shuffled, straight[:, order], atol=2e-5)
 
 
 def test_bfloat16_computes_on_float32_parameters(parts):
