@@ -82,10 +82,20 @@ def test_the_scripts_follow_the_table_of_statuses(tmp_path, status):
     final = (0, BAD_INPUT, BAD_DATA, INTERRUPTED, TERMINATED)
     assert ended.returncode == (status if status in final else 0)
     assert len(calls(tmp_path)) == (1 if status in final else 2)
-    script(tmp_path / "srun", f"exit {status}")
-    script(tmp_path / "scontrol", "touch queued")
-    run([str(LAUNCH / "slurm.sh"), "wedlm"], tmp_path, SLURM_JOB_ID="17")
-    assert (tmp_path / "queued").exists() == (status not in (0, BAD_INPUT, BAD_DATA))
+    script(tmp_path / "srun", f'echo "$@" > srun.txt; exit {status}')
+    script(tmp_path / "scontrol", 'echo "$@" > scontrol.txt')
+    job = [str(LAUNCH / "slurm.sh"), "wedlm", "train", "data.sources={a: 1}"]
+    ended = run(job, tmp_path, SLURM_JOB_ID="17", SLURM_RESTART_COUNT="3")
+    assert (tmp_path / "srun.txt").read_text().endswith("wedlm train data.sources={a: 1}\n")
+    if status in (0, BAD_INPUT, BAD_DATA):
+        assert ended.returncode == status
+        assert not (tmp_path / "scontrol.txt").exists()
+        return
+    assert ended.returncode == 0
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
+    (tmp_path / "scontrol.txt").unlink()
+    assert run(job, tmp_path, SLURM_JOB_ID="17", SLURM_RESTART_COUNT="20").returncode == status
+    assert not (tmp_path / "scontrol.txt").exists()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -103,27 +113,6 @@ def test_a_restart_loop_waits_for_a_command_that_was_asked_to_end(tmp_path, numb
     loop.send_signal(number)
     assert loop.wait(30) == status
     assert (tmp_path / "saved").exists()
-
-
-@pytest.mark.parametrize(
-    ("status", "restarts", "end", "queued"),
-    [(0, 0, 0, False), (2, 0, 2, False), (143, 3, 0, True), (1, 0, 0, True), (1, 20, 1, False)],
-)
-def test_a_slurm_job_is_queued_again_until_it_is_done(tmp_path, status, restarts, end, queued):
-    script(tmp_path / "srun", f'echo "$@" > srun.txt; exit {status}')
-    script(tmp_path / "scontrol", 'echo "$@" > scontrol.txt')
-    ended = run(
-        [str(LAUNCH / "slurm.sh"), "wedlm", "train", "data.sources={a: 1}"],
-        tmp_path,
-        SLURM_RESTART_COUNT=str(restarts),
-        SLURM_JOB_ID="17",
-    )
-    assert ended.returncode == end, ended.stderr
-    told = (tmp_path / "srun.txt").read_text()
-    assert told.endswith("wedlm train data.sources={a: 1}\n")
-    assert (tmp_path / "scontrol.txt").exists() == queued
-    if queued:
-        assert (tmp_path / "scontrol.txt").read_text() == "requeue 17\n"
 
 
 def test_plain_processes_get_their_numbers_and_remote_ones_their_quotes(tmp_path):
