@@ -4,12 +4,11 @@ import hashlib
 import json
 import operator
 import re
-from collections import Counter
 from functools import cache
 
 import pytest
 
-from examples.embedded.corpus import DEFAULT_WEIGHTS, KINDS, REGIMES, generate, is_heldout
+from examples.embedded.corpus import KINDS, REGIMES, generate, is_heldout
 from examples.embedded.corpus.__main__ import main
 from examples.embedded.words import CHAT_PROMPT
 from tests.examples.data import EMBEDDED, tokenised
@@ -27,15 +26,13 @@ def samples(seed=0, count=3000, split="train"):
     return tuple(generate(seed, count, split=split))
 
 
-def of_regime(regime):
-    return [sample for sample in samples() if sample.regime == regime]
-
-
 def test_samples_are_those_that_trained_models_saw():
     """All kinds, by the seed. A changed sample would change every trained model's data."""
     digest = hashlib.sha256(json.dumps(samples(seed=7)).encode()).hexdigest()
     assert digest[:16] == "7304a8417a661258"
     assert samples(seed=7, count=100) == samples(seed=7)[:100] != samples()[:100]
+    seen = {(sample.regime, sample.kind) for sample in samples(seed=7)}
+    assert seen == {(regime, kind) for regime in REGIMES for kind in KINDS[regime]}
 
 
 def test_splits_share_no_prompt_whatever_the_seed():
@@ -44,20 +41,6 @@ def test_splits_share_no_prompt_whatever_the_seed():
     assert not train & heldout
     assert not any(map(is_heldout, train))
     assert all(map(is_heldout, heldout))
-
-
-def test_one_prompt_in_twenty_is_held_out():
-    share = sum(is_heldout(f"prompt {i}") for i in range(20_000)) / 20_000
-    # Five standard deviations.
-    assert abs(share - 1 / 20) < 0.008
-
-
-def test_regimes_come_in_their_shares_and_every_kind_occurs():
-    counts = Counter(sample.regime for sample in samples())
-    for regime in REGIMES:
-        assert abs(counts[regime] / 3000 - DEFAULT_WEIGHTS[regime]) < 0.05
-    seen = {(sample.regime, sample.kind) for sample in samples()}
-    assert seen == {(regime, kind) for regime in REGIMES for kind in KINDS[regime]}
 
 
 def test_a_regime_left_out_of_the_weights_does_not_occur():
@@ -70,25 +53,22 @@ def test_a_regime_left_out_of_the_weights_does_not_occur():
     )
 
 
-def test_every_equation_of_a_solution_holds():
-    for sample in of_regime("reasoning"):
+def test_every_equation_of_a_solution_holds_and_has_numbers_that_are_known():
+    solved = [sample for sample in samples() if sample.regime == "reasoning"]
+    assert len(solved) > 500
+    for sample in solved:
         equations = EQUATION.findall(sample.answer)
         assert len(equations) == sample.answer.count("="), sample
         assert len(equations) >= 2, sample
+        # Words such as "perimeter" or "both" stand for 2, averages divide by how many there are.
+        known = {int(n) for n in re.findall(r"\d+", sample.prompt)} | {2, 3}
         for left, sign, right, result in equations:
             assert APPLY[sign](int(left), int(right)) == int(result), sample
+            assert {int(left), int(right)} <= known, sample
+            known.add(int(result))
         marked = re.fullmatch(r".*\nAnswer: (\d+)", sample.answer, re.DOTALL)
         assert marked, sample
         assert marked.group(1) == equations[-1][-1], sample
-
-
-def test_solutions_use_numbers_of_the_question_or_computed_before():
-    for sample in of_regime("reasoning"):
-        # Words such as "perimeter" or "both" stand for 2, averages divide by how many there are.
-        known = {int(n) for n in re.findall(r"\d+", sample.prompt)} | {2, 3}
-        for left, _, right, result in EQUATION.findall(sample.answer):
-            assert {int(left), int(right)} <= known, sample
-            known.add(int(result))
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,17 @@ import re
 
 import numpy as np
 import pytest
-from flax import nnx
 from tokenizers import Tokenizer
 
 import examples.embedded.__main__ as embedded
 import examples.embedded.words as words
 from examples.embedded.corpus import REGIMES, generate, is_heldout
-from tests.examples.checkpoints import hf_values
+from tests.examples.checkpoints import edit_json, hf_values, set_tensors
 from tests.examples.data import EMBEDDED
 from tests.examples.tiny_checkpoint import TEXTS, VOCAB_SIZE, write_tiny_checkpoint
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.checkpoint.model import save_checkpoint
-from wedlm_jax.config import ModelConfig
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.records.questions import read_questions
 
@@ -77,20 +73,11 @@ def test_what_cannot_grow_is_refused(tmp_path):
     save_tokenizer(train_tokenizer(TEXTS, VOCAB_SIZE - 1), bare)
     with pytest.raises(InputError, match=r"299 tokens in the tokenizer, 300 in config\.json"):
         words.add_words(bare, tmp_path / "new")
-    config = ModelConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=False,
-    )
-    save_checkpoint(Transformer(config, rngs=nnx.Rngs(0)), config, tmp_path / "untied")
-    save_tokenizer(train_tokenizer(TEXTS, VOCAB_SIZE), tmp_path / "untied")
+    untied = write_tiny_checkpoint(tmp_path / "untied")
+    edit_json(untied / "config.json", tie_word_embeddings=False)
+    set_tensors(untied, **{"lm_head.weight": hf_values(untied)[EMBEDDING]})
     with pytest.raises(InputError, match="untied: expected a head tied to the embedding"):
-        words.add_words(tmp_path / "untied", tmp_path / "new")
+        words.add_words(untied, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
