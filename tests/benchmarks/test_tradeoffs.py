@@ -94,9 +94,19 @@ def test_an_interrupted_run_goes_on_where_it_stopped(calls, tmp_path, monkeypatc
     assert {penalty for _, penalty in calls[0]} == {0.0}
 
 
-def test_figures_of_other_settings_are_not_mixed(calls, tmp_path):
+def test_figures_are_drawn_and_those_of_other_settings_are_not_mixed(calls, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(InputError, match="--output: expected a file"):
+        tradeoffs.main([])
+    assert not calls, "it is needed before anything is measured"
+    plot = tmp_path / "figures.svg"
     arguments = [*ARGUMENTS, "--output", str(tmp_path / "figures.json")]
-    assert tradeoffs.main(arguments) == 0
+    assert tradeoffs.main([*arguments, "--plot", str(plot)]) == 0
+    text = plot.read_text()
+    assert "low entropy" in text
+    assert "prose" not in text
+    assert "block-wise" in text
+    assert "None" not in capsys.readouterr().out
     with pytest.raises(InputError, match=r"figures\.json: has figures for other settings"):
         tradeoffs.main([*arguments, "--samples", "5"])
     with pytest.raises(InputError, match="--regime: expected one of low_entropy, "):
@@ -121,27 +131,9 @@ def test_block_wise_decoding_finishes_a_window_before_the_next_one_opens(checkpo
     assert careful["instances"] < 4 * careful["forwards"]
 
 
-def test_the_output_is_needed_before_anything_is_measured(calls):
-    with pytest.raises(InputError, match="--output: expected a file"):
-        tradeoffs.main([])
-    assert not calls
-
-
 def test_the_front_has_what_no_other_point_beats():
     points = [(1.0, 0.9), (0.9, 1.5), (0.95, 1.5), (1.0, 0.8), (0.7, 1.4), (0.5, 2.0)]
     rows = [{"accuracy": right, "tokens_per_forward": tokens} for right, tokens in points]
     front = [(row["accuracy"], row["tokens_per_forward"]) for row in tradeoffs.pareto(rows)]
     assert front == [(1.0, 0.9), (0.95, 1.5), (0.5, 2.0)]
     assert tradeoffs.pareto([{"accuracy": None, "tokens_per_forward": 1.0}]) == []
-
-
-def test_the_figure_is_drawn(calls, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    plot = tmp_path / "figures.svg"
-    output = str(tmp_path / "figures.json")
-    assert tradeoffs.main([*ARGUMENTS, "--output", output, "--plot", str(plot)]) == 0
-    text = plot.read_text()
-    assert "low entropy" in text
-    assert "prose" not in text
-    assert "block-wise" in text
-    assert "None" not in capsys.readouterr().out
