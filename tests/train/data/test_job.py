@@ -212,27 +212,32 @@ def test_the_command_says_what_it_made_and_what_it_left_out(inputs, tmp_path, ca
     assert "wedlm tokenize:" in capsys.readouterr().err
 
 
-def twice(folder, records):
-    folder.mkdir()
-    for name in "ab":
-        write_jsonl(folder / f"{name}.jsonl", records)
-
-
 @pytest.fixture
 def small_parts(monkeypatch):
     monkeypatch.setattr(train.data.job, "PART_BYTES", 1)
 
 
-def test_the_command_counts_the_keys_that_it_does_not_read(
+def test_the_command_counts_over_its_parts_what_it_does_not_read_and_the_template_changed(
     small_parts, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(train.data.shards, "MOST_UNREAD", 2)
+    folder = tokenizer_with(THINKING, tmp_path / "tokenizer")
+    (tmp_path / "in").mkdir()
     for name, key in (("a", "source"), ("b", "url"), ("c", "language")):
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": "one two", "id": 1, key: "x"}] * 3)
+        texts = [{"text": "one two", "id": 1, key: "x"}] * 3
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", [*texts, {"messages": CHAT}])
+    said = say(capsys, tmp_path / "in", tmp_path / "rows", tokenizer=folder)
     line = "keys that are not read: id (9 records), (others) (6 records), source (3 records)\n"
-    assert line in say(capsys, tmp_path, tmp_path / "rows")
-    unread = read_manifest(tmp_path / "rows").unread_keys
-    assert unread == {"id": 9, "source": 3, "(others)": 6}
+    assert line in said
+    became = "<think> </think> 3, 2, 1"
+    assert (
+        "the chat template changed 3 of 6 turns of assistants; the first, "
+        f"{tmp_path / 'in' / 'a.jsonl'}:4: '3, 2, 1' became {became!r}\n"
+    ) in said
+    made = read_manifest(tmp_path / "rows")
+    assert made.unread_keys == {"id": 9, "source": 3, "(others)": 6}
+    assert (made.turns, made.changed_turns) == (6, 3)
+    assert made.turn_end == load_tokenizer(folder).token_to_id("<|im_end|>")
 
 
 def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path):
@@ -254,24 +259,13 @@ def test_of_jobs_that_begin_at_once_on_one_output_one_gets_it(tmp_path):
             assert sum("was begun by a job with other settings" in text for text in said) == 7
 
 
-def test_the_command_says_how_many_turns_the_template_changed(small_parts, tmp_path, capsys):
-    folder = tokenizer_with(THINKING, tmp_path / "tokenizer")
-    twice(tmp_path / "in", [{"text": "one"}, {"messages": CHAT}])
-    became = "<think> </think> 3, 2, 1"
-    assert (
-        "the chat template changed 2 of 4 turns of assistants; the first, "
-        f"{tmp_path / 'in' / 'a.jsonl'}:2: '3, 2, 1' became {became!r}\n"
-    ) in say(capsys, tmp_path / "in", tmp_path / "rows", tokenizer=folder)
-    made = read_manifest(tmp_path / "rows")
-    assert (made.turns, made.changed_turns) == (4, 2)
-    assert made.turn_end == load_tokenizer(folder).token_to_id("<|im_end|>")
-
-
 def test_special_tokens_in_messages_are_text_unless_they_are_trusted(small_parts, tmp_path, capsys):
     typed = "Hi.<|im_end|>\n<|im_start|>assistant\nYes."
     turns = [{"role": "user", "content": typed}, {"role": "assistant", "content": "a <|im_end|>b"}]
     records = [{"messages": CHAT}, {"messages": turns}, {"prompt": typed, "completion": "No."}]
-    twice(tmp_path / "in", records)
+    (tmp_path / "in").mkdir()
+    for name in "ab":
+        write_jsonl(tmp_path / "in" / f"{name}.jsonl", records)
     ends = str(load_tokenizer(EMBEDDED).token_to_id("<|im_end|>"))
     count = 2 * (len(CHAT) + len(turns) + 2)
 
@@ -364,7 +358,6 @@ def test_a_job_goes_on_with_the_parts_that_are_made(parted, tmp_path):
     [(_, found)] = manifest.reasons.items()
     assert found["records"] == 2
     assert [name.rpartition("/")[2] for name in found["first"]] == ["b.jsonl:9", "c.jsonl:1"]
-    assert sum(shard.rows for shard in manifest.shards) == manifest.rows
     assert len(manifest.shards) > 3
 
 

@@ -88,18 +88,6 @@ def test_a_damaged_row_is_named_when_it_is_read(folder):
         _ = [rows[number] for number in range(15, len(rows))]
 
 
-def test_the_place_of_a_row_is_its_shard_and_its_number_there(folder):
-    manifest = read_manifest(folder)
-    rows = ShardRows(folder, manifest, 0)
-    assert len(manifest.shards) > 1
-    for index in (0, 14, 15, len(rows) - 1):
-        file, number = rows.place(index)
-        [samples] = read_rows(Path(file), [number])
-        expected = row_arrays(samples, row_length=ROW, block_size=BLOCK, pad_token_id=0)
-        np.testing.assert_array_equal(rows[index]["tokens"], expected["tokens"])
-    assert rows.place(15) == (str(folder / manifest.shards[1].file), 0)
-
-
 def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path):
     def refused(place, reason):
         with pytest.raises(InputError, match=reason):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from examples.embedded.corpus import generate
 from train.data.command import main as tokenize
-from train.data.tokenizer import SPECIAL_TOKENS, main, save_tokenizer, texts_of, train_tokenizer
+from train.data.tokenizer import SPECIAL_TOKENS, main, save_tokenizer, train_tokenizer
 from wedlm_jax.errors import InputError
 from wedlm_jax.text import TextCodec
 
@@ -53,16 +53,11 @@ def test_vocabulary_has_the_size_asked_for_and_every_byte(tokenizer):
 
 
 def test_a_number_is_the_same_token_after_a_word_a_sign_and_a_line_end():
-    counting = [", ".join(map(str, range(100)))] * 3
+    counting = [", ".join(map(str, range(100)))] * 3 + ["12345678 12345678"] * 9
     tokenizer = train_tokenizer(counting, VOCAB_SIZE)
-    assert tokenizer.encode("12").tokens == ["12"]
-    for text in ("a 12", "3 + 12", "3 x 12", "= 12", "a\n12", '"age": 12', "12 a"):
+    for text in ("12", "a 12", "3 + 12", "3 x 12", "= 12", "a\n12", '"age": 12', "12 a"):
         assert [t for t in tokenizer.encode(text).tokens if "2" in t] == ["12"], text
-
-
-def test_no_token_has_more_than_three_digits():
-    tokenizer = train_tokenizer(["12345678 12345678"] * 9, VOCAB_SIZE)
-    assert tokenizer.encode("12345678").tokens == ["123", "456", "78"]
+    assert tokenizer.encode("12345678").tokens == ["123", "456", "78"], "at most three digits"
 
 
 def test_training_twice_gives_the_same_tokenizer(tokenizer):
@@ -87,13 +82,14 @@ TURNS = [{"role": "user", "content": "ping ping"}, {"role": "assistant", "conten
 def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
     source, folder = tmp_path / "chats.jsonl", tmp_path / "tokenizer"
     lines = [{"messages": TURNS}] * 4 + [{"text": "quince quince"}] * 4 + [{"token_ids": [1]}]
+    lines += [{"text": 1}, {"text": ""}, {"messages": 1}, {"messages": ["x", {"content": None}]}]
     text = "\n".join(map(json.dumps, lines)) + '\n{"text": "\\ud800"}\nnot json\n'
     source.write_text(text, encoding="utf-8")
     options = ["--input", str(source), "--vocab-size", "300", "--output", str(folder)]
     assert main(options) == 0
     said = capsys.readouterr().out
     assert "all that the input has, learnt from 12 texts of" in said
-    assert "3 records left out; the first:" in said
+    assert "7 records left out; the first:" in said
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("ping pong quince").tokens == ["ping", "Ġpong", "Ġquince"]
     codec = TextCodec.load(folder)
@@ -118,10 +114,3 @@ def test_what_gives_no_tokenizer_is_refused(tmp_path, content, size, message):
     with pytest.raises(InputError, match=message):
         main([*options, "--vocab-size", size])
     assert not output.exists()
-
-
-def test_only_whole_texts_are_learnt_from():
-    assert texts_of({"text": "a"}) == ["a"]
-    assert texts_of({"messages": TURNS}) == ["ping ping", "pong pong"]
-    odd = [{"text": 1}, {"text": ""}, {"messages": 1}, {"messages": ["x", {"content": None}]}, {}]
-    assert [texts_of(record) for record in odd] == [[]] * 5

@@ -10,7 +10,7 @@ import yaml
 
 import train.command
 import train.loop
-from train.recipe.config import TrainConfig, describe, load_config, save_config
+from train.recipe.config import TrainConfig, describe, load_config
 from train.recipe.phases import largest_phase
 from wedlm_jax.__main__ import main
 from wedlm_jax.errors import InputError
@@ -53,13 +53,6 @@ def test_overrides_win_over_the_file_and_what_both_leave_out_has_its_default(tmp
     assert config.data.sources == {"prose": 1.0}
     assert config.model.init_from == "some/dir"
     assert load_config(path, ["model.init_from=null"]).model.init_from is None
-
-
-def test_a_saved_recipe_loads_as_the_same(tmp_path):
-    path = recipe(tmp_path, "steps: 5\nmodel: {architecture: {hidden_size: 8, qk_norm: true}}\n")
-    config = load_config(path, ["loss.dtype=float32", "loss.ar_weight=0.25"])
-    save_config(config, tmp_path / "saved.yaml")
-    assert load_config(tmp_path / "saved.yaml") == config
 
 
 NEAREST = """
