@@ -16,19 +16,15 @@ from train.step import Objective, TrainState, accumulate, make_train_step, prepa
 from wedlm_jax.loss import LossConfig
 
 LENGTH, CHUNK = 32, 4
-LEARNING_RATE, WEIGHT_DECAY, CLIP_NORM = 0.01, 0.1, 0.5
-B1, B2, EPSILON = 0.9, 0.95, 1e-8
+ADAMW = OptimizerSection(learning_rate=0.01, weight_decay=0.1, clip_norm=0.5)
 KEY = jax.random.key(11)
 
-OBJECTIVE = Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=CHUNK))
+OBJECTIVE = Objective("wedlm", BLOCK, MASK_TOKEN, LossConfig(chunk=CHUNK), suffix_share=0.5)
 GRAPH, PARAMETERS = nnx.split(tiny_transformer())
 
 
 def optimizer():
-    section = OptimizerSection(
-        b1=B1, b2=B2, eps=EPSILON, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM
-    )
-    return make_optimizer(optax.constant_schedule(LEARNING_RATE), section)
+    return make_optimizer(optax.constant_schedule(ADAMW.learning_rate), ADAMW)
 
 
 def fresh_state(step=0, parameters=PARAMETERS, frozen=None):

@@ -14,6 +14,7 @@ from train.loop import train as run_training
 from train.optimizer import schedule_of
 from train.recipe.config import DataSection, LoraSection, ModelSection, OptimizerSection
 from train.resume import origin_of
+from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.orbax import read_arrays, whole_steps
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.storage import as_path
@@ -163,10 +164,20 @@ def test_adapters_are_branched_with_what_they_belong_to(origin, tmp_path):
 
 
 @pytest.mark.full
-def test_branches_from_a_bucket_and_into_one(bucket, origin, tokenizer_folder, tmp_path):
+def test_a_run_in_a_bucket_is_a_branch_and_what_others_branch_start_or_convert_from(
+    bucket, origin, tokenizer_folder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     there = f"{bucket}/runs/b"
     run_training(recipe(there, tokenizer_folder, branch_from=f"{origin}@2"))
     assert metric_lines(as_path(there)) == metric_lines(origin)
+    convert(there, tmp_path / "newest")
+    convert(origin, tmp_path / "expected")
+    assert_same_bits(hf_values(tmp_path / "newest"), hf_values(tmp_path / "expected"))
     run_training(recipe(tmp_path / "c", tokenizer_folder, branch_from=f"{there}@4"))
     assert metric_lines(tmp_path / "c") == metric_lines(origin)[1:]
     assert_same_state(tmp_path / "c", origin, 6)
+    data = DataSection(sources={str(corpus_rows(tokenizer_folder)): 1.0})
+    start = {"steps": 2, "data": data, "model": ModelSection(init_from=f"{there}/hf")}
+    run_training(tiny_recipe(tmp_path / "d", None, **start))
+    assert list(tmp_path.glob("gs:*")) == []

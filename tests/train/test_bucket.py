@@ -1,5 +1,6 @@
 """Runs in a bucket are as on a disk; storage that refuses is told by all, and loses nothing."""
 
+import contextlib
 import random
 import threading
 import time
@@ -7,22 +8,18 @@ import time
 import pytest
 
 from tests.emulated_bucket import clients
-from tests.examples.checkpoints import assert_same_bits, hf_values
+from tests.examples.checkpoints import assert_same_bits
 from tests.examples.tiny_run import (
     free_port,
     metric_lines,
     run_hosts,
-    run_until_killed,
     start_command,
     tiny_recipe,
     write_recipe,
 )
 from tests.train.test_checkpoint import assert_is_step, biggest_file, read, state, write
 from train.checkpoint import Checkpoints
-from train.loop import train as run_training
-from train.recipe.config import DataSection, ModelSection
 from train.run_files import RunFiles
-from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.checkpoint.hf import HFCheckpoint
 from wedlm_jax.checkpoint.orbax import whole_steps
 from wedlm_jax.errors import STORAGE_FAILED, StorageFailure
@@ -34,30 +31,6 @@ LIMIT_S = 300
 def remote_values(folder):
     checkpoint = HFCheckpoint(folder)
     return {name: tensor.read() for name, tensor in checkpoint.tensors.items()}
-
-
-@pytest.mark.full
-def test_a_run_in_a_bucket_stopped_and_resumed_is_the_run_on_a_disk(
-    bucket, finished, tokenizer_folder, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    run = f"{bucket}/runs/stopped"
-    config = tiny_recipe(run, tokenizer_folder, checkpoint_every=2)
-    run_until_killed(config, 3)
-    assert not as_path(f"{run}/hf").exists()
-    capsys.readouterr()
-    run_training(config)
-    assert "resumed from step 2" in capsys.readouterr().out
-    assert metric_lines(as_path(run)) == metric_lines(finished)
-    expected = hf_values(finished / "hf")
-    assert_same_bits(remote_values(f"{run}/hf"), expected)
-    # Its newest state is exported as one on a disk is, and its model is where others start from.
-    convert(run, tmp_path / "exported")
-    assert_same_bits(hf_values(tmp_path / "exported"), expected)
-    start = ModelSection(init_from=f"{run}/hf")
-    second = {"steps": 2, "model": start, "data": DataSection(sources=config.data.sources)}
-    run_training(tiny_recipe(tmp_path / "second", None, **second))
-    assert list(tmp_path.glob("gs:*")) == []
 
 
 def test_a_profile_of_another_process_reaches_the_bucket(bucket, monkeypatch):
@@ -272,25 +245,41 @@ def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["_METADATA", *(pytest.param(x, marks=pytest.mark.full) for x in ("manifest.ocdbt", ""))],
+    ("place", "name"),
+    [
+        ("disk", "_METADATA"),
+        ("bucket", "d/"),
+        *(
+            pytest.param(place, name, marks=pytest.mark.full)
+            for place, names in {
+                "disk": ("manifest.ocdbt", ""),
+                "bucket": ("_METADATA", "manifest.ocdbt", ""),
+            }.items()
+            for name in names
+        ),
+    ],
 )
-def test_a_file_that_cannot_be_opened_is_not_taken_for_a_damaged_one(
-    tmp_path, no_pauses, name, capsys
+def test_a_file_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
+    request, tmp_path, no_pauses, place, name, capsys
 ):
-    """A link to itself, which no one may open, as with EIO, ESTALE or EACCES."""
-    write(tmp_path, 2, 4)
-    file = tmp_path / "4/default" / name if name else biggest_file(tmp_path / "4")
-    content = file.read_bytes()
-    loop(file)
-    with pytest.raises(
-        StorageFailure, match=r"/4/default: cannot be read, and is left as it is \("
-    ):
-        read(tmp_path)
+    folder = tmp_path / "states"
+    if place == "bucket":
+        bucket = request.getfixturevalue("bucket")
+        folder = as_path(f"{bucket}/refused{len(name)}")
+    write(folder, 2, 4)
+    with contextlib.ExitStack() as until_read:
+        if place == "bucket":
+            refused = f"GET .*{folder.name}/4/default/{name}"
+            until_read.enter_context(bucket.refusing(refused, 403))
+        else:
+            file = folder / "4/default" / name if name else biggest_file(folder / "4")
+            until_read.callback(file.write_bytes, file.read_bytes())
+            until_read.callback(file.unlink)
+            loop(file)
+        with pytest.raises(StorageFailure, match="/4/default: cannot be read, and is left as it"):
+            read(folder)
     assert capsys.readouterr().err.count("; retrying in 0 s") == 1
-    file.unlink()
-    file.write_bytes(content)
-    found, said = read(tmp_path)
+    found, said = read(folder)
     assert_is_step(found, 4)
     assert said == []
 
@@ -305,18 +294,3 @@ def test_a_read_that_succeeds_the_second_time_is_told(bucket, no_pauses, capsys)
     told = capsys.readouterr().err
     assert "states/2/default: PERMISSION_DENIED" in told
     assert told.count("retrying in 0 s") == 1
-
-
-@pytest.mark.parametrize(
-    "request_",
-    ["d/", *(pytest.param(x, marks=pytest.mark.full) for x in ("_METADATA", "manifest.ocdbt", ""))],
-)
-def test_a_bucket_that_refuses_is_not_taken_for_a_damaged_state(bucket, no_pauses, request_):
-    folder = as_path(f"{bucket}/refused{len(request_)}")
-    write(folder, 2)
-    with (
-        bucket.refusing(f"GET .*{folder.name}/2/default/{request_}", 403),
-        pytest.raises(StorageFailure, match=r"left as it is .*Forbidden"),
-    ):
-        read(folder)
-    assert_is_step(read(folder)[0], 2)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load, save
 
-from tests.examples.checkpoints import assert_same_bits, edit_json, hf_values
+from tests.examples.checkpoints import assert_same_bits, edit_json, hf_values, set_tensors
 from tests.examples.tiny_run import metric_lines, tiny_recipe
 from tests.examples.training import TINY
 from tests.train.test_evaluation import evaluations
@@ -60,7 +60,7 @@ def agreements(run):
     return [line["agreement_1"] for line in evaluations(run)]
 
 
-def test_a_run_learns_to_agree_with_its_model(run, stock):
+def test_a_run_learns_to_agree_with_its_model_and_writes_pefts_files(run, stock):
     lines = evaluations(run)
     assert [line["step"] for line in lines] == [0, 30, 60]
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
@@ -68,6 +68,14 @@ def test_a_run_learns_to_agree_with_its_model(run, stock):
     assert {"agreement_1", "agreement_3", "tokens_per_forward"} <= lines[0].keys()
     assert metric_lines(run)[-1]["tokens_per_forward"] >= 1
     assert_same_bits(hf_values(run / "base"), hf_values(stock))
+    content = json.loads((run / "drafter" / "adapter_config.json").read_text())
+    assert (content["peft_type"], content["r"], content["lora_alpha"]) == ("LORA", 4, 8.0)
+    assert content["wedlm"]["rows"] == "masked"
+    values = hf_values(run / "drafter")
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
+    assert values[name + "A.weight"].shape == (4, 16)
+    assert np.abs(values[name + "B.weight"]).max() > 0
+    assert values["base_model.model.mask_embedding"].shape == (16,)
 
 
 def tokens(llm, params):
@@ -128,30 +136,39 @@ def test_adapters_of_another_shape_are_not_trained_on(change, sentence, run, sto
         run_training(config)
 
 
+def not_finite(value):
+    """A drafter's weights with this value in the embedding of its mask."""
+
+    def spoilt(content):
+        values = load(content)
+        values["base_model.model.mask_embedding"][3] = value
+        return save(values, {"format": "pt"})
+
+    return spoilt
+
+
 @pytest.mark.parametrize(
     ("file", "harm", "sentence"),
     [
-        ("adapter_config.json", {"r": 2}, r"has shape \[4, 24\], expected \[2, 24\]"),
-        ("adapter_config.json", {"target_modules": ["q_proj"]}, "is not part of a drafter"),
-        ("adapter_config.json", {"target_modules": ["lm_head"]}, "not a drafter's configuration: "),
-        ("adapter_config.json", {"r": 4.5}, "expected an integer of at least 0 as r, not 4.5"),
+        ("config.json", {"r": 2}, r"has shape \[4, 24\], expected \[2, 24\]"),
+        ("config.json", {"target_modules": ["q_proj"]}, "is not part of a drafter"),
+        ("config.json", {"target_modules": ["lm_head"]}, "not a drafter's configuration: "),
+        ("config.json", {"r": 4.5}, "expected an integer of at least 0 as r, not 4.5"),
         (
-            "adapter_config.json",
+            "config.json",
             {"wedlm": {"rows": "masked", "window_size": "four"}},
             "expected an integer of at least 0 as window_size, not 'four'",
         ),
-        ("adapter_config.json", {"wedlm": None}, "adapters of an ordinary finetune, not a drafter"),
-        ("adapter_config.json", lambda _: b"\xff\x00", "not valid JSON"),
-        ("adapter_config.json", None, r"no adapter_config\.json here, so this is not"),
-        (
-            "adapter_model.safetensors",
-            lambda content: content[:-100],
-            "truncated or not a safetensors file",
-        ),
+        ("config.json", {"wedlm": None}, "adapters of an ordinary finetune, not a drafter"),
+        ("config.json", lambda _: b"\xff\x00", "not valid JSON"),
+        ("config.json", None, r"no adapter_config\.json here, so this is not"),
+        ("model.safetensors", lambda x: x[:-100], "truncated or not a safetensors file"),
+        ("model.safetensors", not_finite(np.nan), "mask_embedding' has values that are not finite"),
+        ("model.safetensors", not_finite(np.inf), "mask_embedding' has values that are not finite"),
     ],
 )
 def test_what_is_no_drafter_is_refused(file, harm, sentence, run, stock, tmp_path):
-    path = shutil.copytree(run / "drafter", tmp_path / "drafter") / file
+    path = shutil.copytree(run / "drafter", tmp_path / "drafter") / f"adapter_{file}"
     if harm is None:
         path.unlink()
     elif isinstance(harm, dict):
@@ -163,24 +180,10 @@ def test_what_is_no_drafter_is_refused(file, harm, sentence, run, stock, tmp_pat
 
 
 def test_a_drafter_of_another_model_is_refused(run, stock, tmp_path):
-    other = shutil.copytree(stock, tmp_path / "other")
-    file = next(other.glob("*.safetensors"))
-    values = load_file(file)
-    values["model.layers.1.mlp.up_proj.weight"] += 1
-    save_file(values, file, {"format": "pt"})
+    other, name = shutil.copytree(stock, tmp_path / "other"), "model.layers.1.mlp.up_proj.weight"
+    set_tensors(other, **{name: hf_values(stock)[name] + 1})
     with pytest.raises(InputError, match="a drafter of another model"):
         LLM(other, drafter=str(run / "drafter"))
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_drafter_that_is_not_finite_is_refused(value, run, stock, tmp_path):
-    folder = shutil.copytree(run / "drafter", tmp_path / "drafter")
-    file = folder / "adapter_model.safetensors"
-    values = load_file(file)
-    values["base_model.model.mask_embedding"][3] = value
-    save_file(values, file, {"format": "pt"})
-    with pytest.raises(InputError, match="mask_embedding' has values that are not finite"):
-        LLM(stock, drafter=str(folder))
 
 
 def test_masks_of_a_drafter_are_not_to_decide(run, stock):
@@ -199,17 +202,6 @@ def test_the_newest_state_converts_to_the_drafter_and_to_no_model(run, tmp_path)
         convert(run, tmp_path / "other", model_type="llama")
     with pytest.raises(InputError, match="this run trains a drafter: `wedlm convert`"):
         load_checkpoint(run)
-
-
-def test_the_files_are_pefts(run):
-    content = json.loads((run / "drafter" / "adapter_config.json").read_text())
-    assert (content["peft_type"], content["r"], content["lora_alpha"]) == ("LORA", 4, 8.0)
-    assert content["wedlm"]["rows"] == "masked"
-    values = load_file(run / "drafter" / "adapter_model.safetensors")
-    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
-    assert values[name + "A.weight"].shape == (4, 16)
-    assert np.abs(values[name + "B.weight"]).max() > 0
-    assert values["base_model.model.mask_embedding"].shape == (16,)
 
 
 def test_products_are_those_counted_by_hand():

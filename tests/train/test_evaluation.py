@@ -78,15 +78,8 @@ def test_a_run_evaluates_on_its_way_and_trains_as_without(
             run_training(config)
     assert len(told) == interrupted[0] + 1, "the next look at the request is the last"
     assert states(tmp_path) == ["2"]
-    once = list(dict.fromkeys(told[: told.index("2 of 2 prompts decoded") + 1]))
-    assert [text for text in once if text[:4] not in ("0 of", "1 of")] == [
-        "compiling the losses on held-out rows",
-        "losses on held-out rows",
-        "copying the parameters to decode",
-        "compiling a program",
-        "decoding",
-        "2 of 2 prompts decoded",
-    ]
+    assert told[:2] == ["compiling the losses on held-out rows", "losses on held-out rows"]
+    assert "2 of 2 prompts decoded" in told
     run_training(config)
     assert metric_lines(tmp_path) == metric_lines(finished)
     lines = evaluations(tmp_path)
@@ -148,6 +141,8 @@ def test_an_evaluation_that_fails_loses_no_steps_and_is_made_when_the_run_goes_o
     config = tiny_recipe(
         tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=checkpoint_every
     )
+    assert dies_at(monkeypatch, config, 0, failure) == []  # before the first step
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
     assert [line["step"] for line in dies_at(monkeypatch, config, 1, failure)] == [0]
     assert states(tmp_path) == ["2"]
     # The evaluation before the first step is that of step 2, which is missing.
@@ -182,16 +177,12 @@ def test_several_processes_have_a_state_before_they_evaluate(
 
 
 @pytest.mark.full
-def test_what_cannot_be_evaluated_is_found_out_before_the_first_step(
+def test_a_run_that_goes_on_between_two_evaluations_adds_none(
     tokenizer_folder, tmp_path, monkeypatch
 ):
     section = EvaluationSection(every=4, rows=2, prompts=0)
     config = tiny_recipe(tmp_path, tokenizer_folder, evaluation=section, checkpoint_every=2)
-    assert dies_at(monkeypatch, config, 0) == []
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
     run_until_killed(config, 3)
-    assert [line["step"] for line in evaluations(tmp_path)] == [0]
-    # Again from step 2, at which the run does not evaluate: nothing is added to the log.
     assert [line["step"] for line in dies_at(monkeypatch, config, 1)] == [0]
     assert states(tmp_path) == ["2", "4"]
 

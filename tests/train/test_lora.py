@@ -36,7 +36,7 @@ from train.step_cost import forward_flops, model_flops, program_flops
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
-from wedlm_jax.model.lora import LoraConfig, merged_weight, with_adapters
+from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.sharding import batch_sharding, make_mesh, tree_shardings
 
 LORA = LoraConfig(rank=2, alpha=6.0)
@@ -201,7 +201,7 @@ def whole_run(base, tmp_path_factory):
     return output
 
 
-def test_what_is_exported_is_the_base_and_what_adapters_add(whole_run, base):
+def test_a_run_saves_adapters_alone_and_exports_the_base_with_what_they_add(whole_run, base):
     before, after = hf_values(base), hf_values(whole_run / "hf")
     assert after.keys() == before.keys()
     changed = {name for name in before if before[name].tobytes() != after[name].tobytes()}
@@ -215,6 +215,14 @@ def test_what_is_exported_is_the_base_and_what_adapters_add(whole_run, base):
     metrics = metric_lines(whole_run)[0]
     assert {"parameter_norm_attention", "update_norm_mlp"} <= set(metrics)
     assert "parameter_norm_embedding" not in metrics
+    described = (whole_run / "checkpoints" / "4" / "default" / "_METADATA").read_text()
+    arrays = json.loads(described)["tree_metadata"].values()
+    shapes = [array["value_metadata"]["write_shape"] for array in arrays]
+    matrices = [shape for shape in shapes if len(shape) > 1]
+    assert len(matrices) == 3 * 2 * 7  # A and B of each target and their moments, layers stacked
+    assert all(4 in shape for shape in matrices), "of rank 4, so none of the base"
+    saved = json.loads((whole_run / "model" / "lora.json").read_text())
+    assert (saved["rank"], saved["alpha"], len(saved["targets"])) == (4, 8.0, 7)
 
 
 def test_a_state_is_converted_as_the_run_exports_it(whole_run, tmp_path):
@@ -226,17 +234,6 @@ def test_a_state_is_converted_as_the_run_exports_it(whole_run, tmp_path):
     two, four = hf_values(tmp_path / "back"), hf_values(whole_run / "hf")
     name = "model.layers.0.mlp.up_proj.weight"
     assert 0 < np.abs(two[name] - four[name]).max() < 1
-
-
-def test_a_state_holds_adapters_and_their_moments_alone(whole_run):
-    described = (whole_run / "checkpoints" / "4" / "default" / "_METADATA").read_text()
-    arrays = json.loads(described)["tree_metadata"].values()
-    shapes = [array["value_metadata"]["write_shape"] for array in arrays]
-    matrices = [shape for shape in shapes if len(shape) > 1]
-    assert len(matrices) == 3 * 2 * 7  # A and B of each target and their moments, layers stacked
-    assert all(4 in shape for shape in matrices), "of rank 4, so none of the base"
-    saved = json.loads((whole_run / "model" / "lora.json").read_text())
-    assert (saved["rank"], saved["alpha"], len(saved["targets"])) == (4, 8.0, 7)
 
 
 @pytest.mark.full
@@ -277,11 +274,3 @@ def test_a_run_averages_and_evaluates_its_adapters(base, tmp_path):
     values, before = hf_values(tmp_path / "hf"), hf_values(base)
     name = "model.layers.1.mlp.gate_proj.weight"
     assert 0 < np.abs(values[name] - before[name]).max() < 1
-
-
-def test_merging_by_numpy_is_merging_by_jax():
-    random = np.random.default_rng(0)
-    w, a, b = (random.normal(size=s).astype(np.float32) for s in ((5, 7), (2, 7), (5, 2)))
-    np.testing.assert_allclose(
-        merged_weight(w, a, b, 0.5), merged_weight(jnp.asarray(w), a, b, 0.5), rtol=1e-6
-    )

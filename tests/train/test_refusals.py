@@ -37,6 +37,7 @@ metrics.tensorboard=true | metrics\.tensorboard needs tensorboardX: pip
 metrics.wandb=mine | metrics\.wandb needs wandb: pip
 quantized_training=int8 | quantized_training .*qwix.*"wedlm-jax\[int8\]"
 rows=3 | rows = 3 is not divisible by data 1 x fsdp 2
+mesh.tensor=2 | num_key_value_heads = 1 is not divisible by tensor 2 x sequence 1
 """
 """Overrides of a recipe, each with a pattern of the sentence that refuses it."""
 
@@ -61,7 +62,7 @@ def test_what_cannot_be_trained_is_refused_and_leaves_no_folder(
     monkeypatch.chdir(named)
     for module in ("tensorboardX", "wandb", "qwix"):
         monkeypatch.setitem(sys.modules, module, None)
-    if line.startswith("rows"):
+    if line.startswith(("rows", "mesh")):
         on_devices(monkeypatch, 2)
     config = tiny_recipe(
         tmp_path / "run", EMBEDDED if line.startswith("model") else tokenizer_folder

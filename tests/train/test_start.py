@@ -36,22 +36,21 @@ def described(tmp_path):
     return folder
 
 
-def test_a_recipe_for_another_model_is_refused_before_a_weight_is_read(described):
+def test_a_recipe_beside_a_checkpoint_is_of_its_model_and_what_else_it_says_holds_and_is_told(
+    described, capsys
+):
     raw = json.loads((described / "config.json").read_text(encoding="utf-8"))
     same = {"hidden_size": raw["hidden_size"], "qk_norm": True, "model_type": "wedlm"}
     assert recipe_model(recipe(described, **same)) == recipe_model(recipe(described))
     with pytest.raises(InputError, match=r"hidden_size is 4096 in the recipe, and \d+ in "):
         recipe_model(recipe(described, **{**same, "hidden_size": 4096}))
-
-
-def test_what_a_recipe_says_beside_a_checkpoint_holds_and_is_told(described, capsys):
+    with pytest.raises(InputError, match=r"architecture\.hiden_size: .* 'hidden_size'"):
+        recipe_model(recipe(described, hiden_size=4))
     model = recipe_model(recipe(described, eos_token_id=7, rope_theta=5e5))
     assert (model.eos_token_ids, model.rope.theta) == ((7,), 5e5)
     said = capsys.readouterr().out
     assert "model.architecture: eos_token_ids is (7,) in the recipe, " in said
     assert "model.architecture: rope is " in said
-    with pytest.raises(InputError, match=r"architecture\.hiden_size: .* 'hidden_size'"):
-        recipe_model(recipe(described, hiden_size=4))
 
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
