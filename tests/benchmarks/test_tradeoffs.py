@@ -36,13 +36,11 @@ def calls(monkeypatch):
     calls = []
 
     def decoders_at(model, thresholds, *, window_size):
-        names = ["AR", *(f"paper τ={x:g}" for x in thresholds), "verified"]
-        taus = [name.partition("τ=")[2] for name in names]
-        params = [
-            SamplingParams(mode="paper", entropy_threshold=float(tau) if tau else None)
-            for tau in taus
+        taus = {"AR": None, **{f"paper τ={x:g}": x for x in thresholds}, "verified": None}
+        return [
+            Decoder(name, None, SamplingParams(mode="paper", entropy_threshold=tau))
+            for name, tau in taus.items()
         ]
-        return [Decoder(name, None, one) for name, one in zip(names, params, strict=True)]
 
     def evaluate_all(decoders, regimes, *, passes):
         calls.append([(one.name, one.params.position_penalty) for one in decoders])

@@ -185,6 +185,11 @@ def run_hosts(arguments, said_in, *, limit=300, **settings):
     return statuses, [path.read_text() for path in said]
 
 
+def sentences(said):
+    """What the command says as it ends, of all that a process said."""
+    return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
+
+
 def write_recipe(config, folder):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"

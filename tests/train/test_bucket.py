@@ -13,6 +13,7 @@ from tests.examples.tiny_run import (
     free_port,
     metric_lines,
     run_hosts,
+    sentences,
     start_command,
     tiny_recipe,
     write_recipe,
@@ -198,10 +199,6 @@ def test_where_nothing_can_be_written_no_thread_of_orbax_waits_for_it(tmp_path, 
     assert_is_step(read(tmp_path / "moved")[0], 2)
 
 
-def ending(said):
-    return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
-
-
 @pytest.mark.full
 def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
     bucket, finished, tokenizer_folder, tmp_path
@@ -218,7 +215,7 @@ def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
     assert found == [STORAGE_FAILED] * 2, said
     assert "state of step 1 could not be written (host 1 of 2: PERMISSION_DENIED" in said[0]
     for text in said:
-        [sentence] = ending(text)
+        [sentence] = sentences(text)
         assert "step 4 could not be written (host 1 of 2: PERMISSION_DENIED" in sentence
         assert "Forbidden" in sentence
     states = as_path(f"{run}/checkpoints")
@@ -229,7 +226,7 @@ def test_what_fails_on_one_host_is_told_by_all_and_the_same_command_goes_on(
         found, said = run_hosts(recipe, tmp_path, limit=120, **own)
     assert found == [STORAGE_FAILED] * 2, said
     for text in said:
-        [sentence] = ending(text)
+        [sentence] = sentences(text)
         assert "host 1 of 2: gs://bucket/runs/refused/checkpoints/2/" in sentence
         assert "cannot be read, and is left as it is (PERMISSION_DENIED" in sentence
 

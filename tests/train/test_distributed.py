@@ -20,6 +20,7 @@ from tests.examples.tiny_run import (
     metric_lines,
     run_hosts,
     run_until_killed,
+    sentences,
     tiny_recipe,
     write_recipe,
 )
@@ -112,10 +113,6 @@ version = importlib.metadata.version
 
 def version_elsewhere(package):
     return "0.0.1" if package == "jaxlib" else version(package)
-
-
-def sentences(said):
-    return [line for line in said.splitlines() if line.startswith("wedlm train: ")]
 
 
 def listing(folder):

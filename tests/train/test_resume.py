@@ -63,27 +63,26 @@ def test_a_run_goes_on_with_a_changed_recipe_when_that_is_allowed(
     assert lines[3]["loss"] != before[3]["loss"]
 
 
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
-        # What decides the order of rows.
-        ("seed=3", "seed was 1, is 3"),
-        ("rows=4", "rows x accumulation was 4, is 8"),
-        ("row_length=160", "row_length was 128, is 160"),
-        ("block_size=64", "block_size was 32, is 64"),
-        # What makes it another run.
-        ("model.init_from=elsewhere", "model.init_from was None, is elsewhere"),
-        ("objective=ar", "objective was wedlm, is ar"),
-        ("suffix_share=0.5", "suffix_share was 0.0, is 0.5"),
-        ("quantized_training=int8", "quantized_training was none, is int8"),
-        ("loss.weighting=uniform", "loss.weighting was inverse_ratio, is uniform"),
-        ("optimizer.weight_decay=0", "optimizer.weight_decay was 0.1, is 0.0"),
-        ("steps=9", "steps was 4, is 9"),  # of a cosine, which falls more slowly from the first
-    ],
-)
-def test_what_makes_it_another_run_is_refused_by_name(
-    tokenizer_folder, tmp_path, override, sentence, capsys
-):
+DECISIVE = """
+seed=3 | seed was 1, is 3
+rows=4 | rows x accumulation was 4, is 8
+row_length=160 | row_length was 128, is 160
+block_size=64 | block_size was 32, is 64
+model.init_from=elsewhere | model.init_from was None, is elsewhere
+objective=ar | objective was wedlm, is ar
+suffix_share=0.5 | suffix_share was 0.0, is 0.5
+quantized_training=int8 | quantized_training was none, is int8
+loss.weighting=uniform | loss.weighting was inverse_ratio, is uniform
+optimizer.weight_decay=0 | optimizer.weight_decay was 0.1, is 0.0
+steps=9 | steps was 4, is 9
+"""
+"""What decides the order of rows, and what else makes it another run; of a cosine also the steps,
+with which it falls more slowly from the first."""
+
+
+@pytest.mark.parametrize("line", DECISIVE.strip().split("\n"))
+def test_what_makes_it_another_run_is_refused_by_name(tokenizer_folder, tmp_path, line, capsys):
+    override, sentence = line.split(" | ")
     config = tiny_recipe(tmp_path, tokenizer_folder)
     begun(config, step=3)
     other = changed(config, override)
@@ -95,37 +94,34 @@ def test_what_makes_it_another_run_is_refused_by_name(
     assert capsys.readouterr().out == ""
     begin(other, allow_changed=True)
     assert f"not as before: {sentence}" in capsys.readouterr().out
-    [line] = (tmp_path / "changes.jsonl").read_text().splitlines()
-    assert json.loads(line)["changed"][0].startswith(override.partition("=")[0])
+    [changes] = (tmp_path / "changes.jsonl").read_text().splitlines()
+    assert json.loads(changes)["changed"][0].startswith(override.partition("=")[0])
     begin(other)  # what was allowed once is how the run is
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ("rows=4", "accumulation=1"),
-        ("log_every=7",),
-        ("checkpoint_every=9",),
-        ("keep_every=5",),
-        ("mesh.data=2",),
-        ("loss.remat=full", "loss.attention=dense", "loss.chunk=32"),
-        ("metrics.norms=false",),
-        ("evaluation.every=3",),
-        ("phases=[{from_step: 3, rows: 4}]",),
-    ],
-    ids=str,
-)
-def test_what_is_of_no_consequence_to_its_steps_is_told(
-    tokenizer_folder, tmp_path, overrides, capsys
-):
-    config = tiny_recipe(tmp_path, tokenizer_folder)
+HARMLESS = """
+rows=4; accumulation=1
+log_every=7
+checkpoint_every=9
+keep_every=5
+mesh.data=2
+loss.remat=full; loss.attention=dense; loss.chunk=32
+metrics.norms=false
+evaluation.every=3
+phases=[{from_step: 3, rows: 4}]
+"""
+
+
+@pytest.mark.parametrize("line", HARMLESS.strip().split("\n"))
+def test_what_is_of_no_consequence_to_its_steps_is_told(tokenizer_folder, tmp_path, line, capsys):
+    config, overrides = tiny_recipe(tmp_path, tokenizer_folder), line.split("; ")
     begun(config)
     begin(changed(config, *overrides))
-    fields = [override.partition("=")[0] for override in overrides]
     told = capsys.readouterr().out.splitlines()
-    assert sorted(line.split()[3] for line in told) == sorted(fields)
-    assert all(line.startswith("not as before: ") for line in told)
+    fields = [override.partition("=")[0] for override in overrides]
+    assert sorted(said.split()[3] for said in told) == sorted(fields)
+    assert all(said.startswith("not as before: ") for said in told)
 
 
 def test_a_plateau_may_become_longer_until_its_decay_has_begun(tokenizer_folder, tmp_path):

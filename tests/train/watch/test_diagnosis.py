@@ -18,9 +18,11 @@ def traced(monkeypatch):
     return calls
 
 
-def run(output, window, done, steps):
+def run(output, window, done, steps, fails_before=None):
     with Profiler(output, *window) as profiler:
         for step in range(done, steps):
+            if step == fails_before:
+                raise RuntimeError
             profiler.before(step, step)
         profiler.end(steps, steps)
 
@@ -47,13 +49,8 @@ def test_what_the_recipe_names_is_recorded_once_and_ended(
 
 
 def test_a_run_that_fails_inside_the_window_ends_the_trace(tmp_path, traced):
-    def fail():
-        with Profiler(tmp_path, 0, 5) as profiler:
-            profiler.before(0, 0)
-            raise RuntimeError
-
     with pytest.raises(RuntimeError):
-        fail()
+        run(tmp_path, (0, 5), 0, 10, fails_before=1)
     assert traced == ["start", "stop"]
 
 
