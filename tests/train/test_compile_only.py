@@ -1,14 +1,12 @@
 """The step compiles for TPUs on this machine, and its report says what is so."""
 
 import importlib.util
-from pathlib import Path
 
 import jax
 import pytest
 
 from tests.examples.child import run_python
 from tests.examples.training import PLAIN as MODEL
-from tests.no_libtpu import NO_LIBTPU, hide_libtpu
 from train.compile_only import CompiledStep, describe
 from train.program import make_program
 from train.recipe.config import TrainConfig
@@ -20,7 +18,6 @@ from train.step_cost import (
     seen_pairs,
     visited_pairs,
 )
-from wedlm_jax.__main__ import main
 from wedlm_jax.aot.cost import ProgramCost, program_cost
 from wedlm_jax.aot.topology import CHIPS, Roofline
 from wedlm_jax.sharding import make_mesh
@@ -156,13 +153,6 @@ def test_the_report_says_memory_collectives_and_time():
     assert "expected             3.500 s, 1,170 tokens/s" in text
     assert "products at 0.6 of the peak and attention's at 0.4" in text
     assert "xla_of_this_chip=true" in text
-
-
-def test_without_the_compiler_the_command_says_what_to_install(monkeypatch, capsys):
-    hide_libtpu(monkeypatch)
-    recipe = str(Path(__file__).parents[2] / "configs" / "wedlm_8b.yaml")
-    assert main(["train", "--config", recipe, "--compile-only"]) == 2
-    assert capsys.readouterr() == ("", f"wedlm train: {NO_LIBTPU}\n")
 
 
 @pytest.mark.full

@@ -88,15 +88,10 @@ COORDINATOR = ("--coordinator", "localhost:1")
         (COORDINATOR, "--num-processes auto: none of JAX_NUM_PROCESSES, "),
         ((*COORDINATOR, "--distributed"), "leave --coordinator out"),
         (("--num-processes", "2"), "go with --coordinator"),
-        (
-            (*COORDINATOR, "--num-processes", "2", "--process-id", "2"),
-            "--process-id: expected 0 to 1, not 2",
-        ),
         (("--config", "none.yaml"), "none.yaml: no such configuration file\n"),
         (("rows=none",), "override 'rows=none': rows: expected an integer, not 'none'\n"),
         (("--steps=5",), "unrecognized arguments: --steps=5; fields are given as steps=VALUE\n"),
         (("--row-length",), "arguments: --row-length; fields are given as row_length="),
-        (("--confg",), "unrecognized arguments: --confg; did you mean --config?\n"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_ends_with_status_2(
