@@ -141,46 +141,34 @@ def loop(path):
 # --- states that cannot be written ---------------------------------------------------------
 
 
-def test_a_state_that_cannot_be_written_is_told_and_a_later_one_is(bucket, no_pauses, capsys):
-    folder = as_path(f"{bucket}/later")
+OF_A_STATE = ("default/ocdbt.process_0/", "default/manifest", "commit_success")
+
+
+@pytest.mark.parametrize(
+    "part", ["default/", *(pytest.param(part, marks=pytest.mark.full) for part in OF_A_STATE)]
+)
+def test_a_state_that_cannot_be_written_is_told_and_the_third_time_in_a_row_it_ends_the_run(
+    bucket, no_pauses, part, capsys
+):
+    folder = as_path(f"{bucket}/later{len(part)}")
     checkpoints = Checkpoints(folder, 5)
     checkpoints.save(state(2), whole=True)
     assert not checkpoints.failed()
-    with bucket.refusing("POST .*later/4/default/", 403):
+    with bucket.refusing(f"POST .*{folder.name}/4/{part}", 403):
         checkpoints.save(state(4))
         wait_until(checkpoints.failed)
-    assert not checkpoints.failed()  # it is told once
-    assert checkpoints.steps() == [2]
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
-    assert "the state of step 4 could not be written (" in said.out
-    assert "Forbidden" in said.out
-    assert "; attempt 2 of 3 in 0 s" in said.out
-    checkpoints.save(state(5))
-    checkpoints.close()
-    assert_is_step(read(folder)[0], 5)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("part", ["default/ocdbt.process_0/", "default/manifest", "commit_success"])
-def test_after_three_attempts_in_a_row_the_run_ends_and_the_last_whole_state_counts(
-    bucket, no_pauses, part
-):
-    folder = as_path(f"{bucket}/ends{len(part)}")
-    checkpoints = Checkpoints(folder, 5)
-    checkpoints.save(state(2))
-    with (
-        bucket.refusing(f"POST .*/4/{part}", 403),
-        pytest.raises(StorageFailure, match=r"step 4 could not .* last of 3 attempts; the same"),
-    ):
-        checkpoints.save(state(4), whole=True)
-    checkpoints.close()
-    assert_is_step(read(folder)[0], 2)
-    # A state that was written in between begins the count anew.
-    checkpoints = Checkpoints(folder, 5)
-    with bucket.refusing(f"POST .*/4/{part}", 403):
-        for step in (4, 4, 6, 4, 4, 8):
+        assert not checkpoints.failed()  # it is told once
+        assert checkpoints.steps() == [2]
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        assert "the state of step 4 could not be written (" in said.out
+        assert "Forbidden" in said.out
+        assert "; attempt 2 of 3 in 0 s" in said.out
+        # A state that was written in between begins the count anew.
+        for step in (4, 6, 4, 4, 8):
             checkpoints.save(state(step))
+        with pytest.raises(StorageFailure, match=r"step 4 could not .* last of 3 attempts; the s"):
+            checkpoints.save(state(4), whole=True)
     checkpoints.close()
     assert_is_step(read(folder)[0], 8)
 

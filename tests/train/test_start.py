@@ -73,9 +73,8 @@ def tool_id(qwen):
     return Tokenizer.from_file(str(qwen / "tokenizer.json")).token_to_id("<tool>")
 
 
-def masked_recipe(qwen, output, **model):
-    section = ModelSection(init_from=str(qwen), **model)
-    return tiny_recipe(output, None, model=section)
+def masked_recipe(qwen, **model):
+    return tiny_recipe("unused", None, model=ModelSection(init_from=str(qwen), **model))
 
 
 def chosen(config):
@@ -84,34 +83,22 @@ def chosen(config):
     return mask_token(config, tokenizer, HFCheckpoint(folder).config)
 
 
-def test_a_recipe_names_another(qwen, tmp_path):
-    tool = tool_id(qwen)
-    assert chosen(masked_recipe(qwen, tmp_path / "run", mask_token="<tool>")) == tool
-    assert (
-        chosen(masked_recipe(qwen, tmp_path / "run", architecture={"mask_token_id": tool})) == tool
-    )
-    for name in ("<|im_end|>", "<|im_start|>"):
-        with pytest.raises(InputError, match="mask token"):
-            chosen(masked_recipe(qwen, tmp_path / "run", mask_token=name))
-
-
-def test_a_run_that_goes_on_keeps_its_own(qwen, tmp_path):
-    config, output = masked_recipe(qwen, tmp_path / "run"), tmp_path / "run"
+def test_the_mask_token_is_the_recipes_or_that_of_the_run_that_goes_on_and_ar_needs_none(
+    qwen, tmp_path
+):
+    config, tool, output = masked_recipe(qwen), tool_id(qwen), tmp_path / "run"
     fresh = chosen(config)
-    tool = tool_id(qwen)
+    assert fresh != tool
+    assert chosen(masked_recipe(qwen, mask_token="<tool>")) == tool
+    assert chosen(masked_recipe(qwen, architecture={"mask_token_id": tool})) == tool
     (output / "model").mkdir(parents=True)
     shutil.copy(qwen / "config.json", output / "model")
     edit_json(output / "model" / "config.json", mask_token_id=tool)
     # There is no state yet that was trained with it, and then there is.
     assert recipe_model(config, qwen).mask_token_id == fresh
     assert recipe_model(config, qwen, output).mask_token_id == tool
-
-
-def test_only_masked_training_needs_one(qwen, tmp_path):
-    config = masked_recipe(qwen, tmp_path / "run")
     tokenizer = Tokenizer.from_file(str(qwen / "tokenizer.json"))
-    size = tokenizer.get_vocab_size()
-    full = dataclasses.replace(HFCheckpoint(qwen).config, vocab_size=size)
+    full = dataclasses.replace(HFCheckpoint(qwen).config, vocab_size=tokenizer.get_vocab_size())
     with pytest.raises(InputError, match="rows of the vocabulary are used"):
         mask_token(config, tokenizer, full)
     assert mask_token(dataclasses.replace(config, objective="ar"), tokenizer, full) is None
@@ -124,7 +111,7 @@ def test_text_that_has_the_mask_token_is_told(qwen, tmp_path, capsys):
     assert tokenize([*options, "--tokenizer", str(qwen), "--output", str(rows)]) == 0
     assert "mask token" not in capsys.readouterr().out
     tool = tool_id(qwen)
-    config = masked_recipe(qwen, tmp_path / "run", mask_token="<tool>")
+    config = masked_recipe(qwen, mask_token="<tool>")
     config.data.sources = {str(rows): 1.0}
     chosen(config)
     said = capsys.readouterr().out
