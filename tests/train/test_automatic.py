@@ -241,6 +241,21 @@ class Compiler:
         return None if peak > 950 else peak
 
 
+@pytest.mark.parametrize("index", range(6))
+def test_the_first_peak_that_leaves_a_tenth_is_found_in_three(index):
+    asked = []
+
+    def peak(number):
+        asked.append(number)
+        return 1000 - 100 * number
+
+    peaks = [partial(peak, number) for number in range(6)]
+    capacity = -(-(1000 - 100 * index) * 10 // 9)
+    assert first_that_fits(peaks, capacity, 3) == index
+    assert len(asked) <= 3
+    assert len(set(asked)) == len(asked)
+
+
 def test_what_fits_nowhere_is_refused_and_what_is_named_is_not_tried():
     with pytest.raises(InputError, match=r"10% of a device's 2.0 GiB free: .* takes 1.9 GiB"):
         first_that_fits([lambda: 2**31 - 2**27] * 3, 2**31, 1)
