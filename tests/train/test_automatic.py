@@ -3,6 +3,7 @@ computes least anew, and the largest micro-batches that fit."""
 
 import dataclasses
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import jax
