@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.examples.tiny_run import (
     metric_lines,
     on_devices,
     run_until_killed,
+    start_command,
     tiny_recipe,
     write_recipe,
 )
@@ -171,3 +173,20 @@ def test_a_run_ends_and_says_where_it_goes_on(tokenizer_folder, tmp_path):
         "state, or starts over if there is none"
     )
     assert not list((tmp_path / "run").glob("checkpoints/*"))
+
+
+@pytest.mark.full
+def test_sigterm_ends_the_command_with_its_own_status(tokenizer_folder, tmp_path):
+    config = tiny_recipe(tmp_path / "run", tokenizer_folder, steps=10_000)
+    recipe = write_recipe(config, tmp_path)
+    child = start_command(["--config", str(recipe)], tmp_path / "said.txt")
+    log = tmp_path / "run" / "metrics.jsonl"
+    while not (log.exists() and log.read_text()):
+        assert child.exitcode is None
+        time.sleep(0.01)
+    child.terminate()
+    child.join(300)
+    said = (tmp_path / "said.txt").read_text()
+    assert child.exitcode == TERMINATED, said
+    assert "the same command continues from there" in said
+    assert list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))

@@ -295,3 +295,18 @@ def test_a_skipped_step_changes_nothing_but_the_count():
         for name, value in new.items():
             np.testing.assert_array_equal(value, old[name], err_msg=name)
     assert dataclasses.asdict(after_it.guard)["mean_norm"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("objective", [OBJECTIVE, AR_OBJECTIVE], ids=["wedlm", "ar"])
+def test_without_a_target_only_the_decay_moves_parameters(objective):
+    step = make_train_step(GRAPH, optimizer(), objective)
+    nothing = dataclasses.replace(training_rows(), trainable=jnp.zeros((2, 2, LENGTH), bool))
+    state, metrics = step(fresh_state(), nothing, KEY)
+    norms = ("parameter_norm", "update_norm")  # the decay's
+    rest = {name: value for name, value in metrics.items() if not name.startswith(norms)}
+    assert not any(np.any(value) for value in jax.tree.leaves(rest)), rest
+    is_decayed, after = named(decayed(PARAMETERS)), named(state.parameters)
+    for name, before in named(PARAMETERS).items():
+        expected = before * (1 - ADAMW.learning_rate * ADAMW.weight_decay * is_decayed[name])
+        np.testing.assert_allclose(after[name], expected, rtol=1e-6, err_msg=name)
