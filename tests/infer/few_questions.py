@@ -1,6 +1,6 @@
 """A few questions of two kinds, for tests of what asks them."""
 
-import json
+from tests.examples.data import write_jsonl
 
 PROMPTS = ("one two", "the cat", "12 + 30", "日本")
 
@@ -17,5 +17,4 @@ def write_questions(path):
         for regime, match in (("low_entropy", "exact"), ("prose", None))
         for prompt in PROMPTS
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_jsonl(path, rows)

@@ -1,6 +1,5 @@
 """The decoder compiles for TPUs on this machine, and its report says what is so."""
 
-import dataclasses
 import importlib.util
 import json
 
@@ -15,10 +14,8 @@ from infer.compile_only import (
     read_model,
 )
 from tests.examples.child import ROOT, run_python
-from tests.no_libtpu import NO_LIBTPU, hide_libtpu
-from wedlm_jax.__main__ import main
 from wedlm_jax.aot.topology import Chip
-from wedlm_jax.config import ModelConfig
+from wedlm_jax.config import ModelConfig, config_to_hf
 from wedlm_jax.errors import InputError
 from wedlm_jax.model.lora import LoraConfig
 
@@ -68,22 +65,11 @@ def test_drafts_from_the_text_count_as_masks_do():
     assert drafts.least_bytes == one.least_bytes
 
 
-def config_of(model):
-    """The content of config.json for a model of these sizes."""
-    fields = dataclasses.asdict(model)
-    return {
-        **{name: fields[name] for name in fields if name not in ("rope", "model_type")},
-        "model_type": "wedlm",
-        "rope_theta": model.rope.theta,
-        "eos_token_id": list(model.eos_token_ids),
-    }
-
-
 def test_a_model_and_a_drafter_are_folders_or_recipes(tmp_path):
     model, drafter = read_model(RECIPE), read_drafter(str(ROOT / "configs" / "drafter.yaml"))
     assert (model.num_hidden_layers, model.mask_token_id) == (36, 151665)
     assert drafter == LoraConfig(32, 64, rows="masked", previous_rank=256)
-    (tmp_path / "config.json").write_text(json.dumps(config_of(model)), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(model)), encoding="utf-8")
     assert read_model(str(tmp_path)) == model
     config = {"r": 32, "lora_alpha": 64, "target_modules": list(drafter.targets)}
     config["wedlm"] = {"previous_rank": 256}
@@ -101,20 +87,6 @@ def test_a_model_and_a_drafter_are_folders_or_recipes(tmp_path):
             read(str(source))
 
 
-def test_options_that_cannot_be_are_refused(monkeypatch, capsys):
-    hide_libtpu(monkeypatch)
-    model = f"--model {RECIPE}"
-    for options, message in (
-        ("", "--compile-only needs --model"),
-        (f"{model} --window-size auto", "one --window-size"),
-        (f"{model} --batch-size 0", "--batch-size"),
-        (model, NO_LIBTPU),
-    ):
-        assert main(["generate", "--compile-only", *options.split()]) == 2
-        out, err = capsys.readouterr()
-        assert (out, message in err) == ("", True)
-
-
 @pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 @pytest.mark.parametrize(
@@ -127,7 +99,7 @@ def test_options_that_cannot_be_are_refused(monkeypatch, capsys):
 )
 def test_a_small_decoder_compiles_for_a_real_topology(tmp_path, family, drafts, options):
     """In a process of its own: the compiler's library wants one to itself."""
-    config = config_of(MODEL) | {"model_type": family}
+    config = config_to_hf(MODEL) | {"model_type": family}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     command = "-m wedlm_jax generate --compile-only --topology v5e:2x4 --batch-size 8"
     command += f" --max-model-len 192 --model {tmp_path}"

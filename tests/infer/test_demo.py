@@ -11,7 +11,6 @@ from infer.demo import FILLED_STYLE, MASK, MASK_STYLE, TAIL, _views, plain, styl
 from infer.score import columns
 from tests.infer.few_questions import PROMPTS, write_questions
 from train.data.tokenizer import save_tokenizer, train_tokenizer
-from wedlm_jax.errors import InputError
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.text import TextCodec
 
@@ -87,21 +86,6 @@ def test_the_picture_has_a_line_for_each_forward(tmp_path, capsys):
     assert len(re.findall(r"\(AR: \d+\)", drawn)) == 2
     assert infer.demo.main(["--record", str(picture)]) == 0
     assert picture.read_bytes() == first
-
-
-BAD_OPTIONS = {
-    "--samples 1": "--samples: expected at least 4, not 1",
-    "--seconds -1": "--seconds: expected 0 to 60, not -1",
-    "--seconds nan": "--seconds",
-    "--record demo.png": "--record demo.png: expected an .svg file",
-    "--record no/such/demo.svg": "--record no/such/demo.svg: expected",
-}
-
-
-def test_bad_options_are_refused():
-    for arguments, message in BAD_OPTIONS.items():
-        with pytest.raises(InputError, match=message):
-            infer.demo.main(arguments.split())
 
 
 # --- the window as text ----------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Traces as `wedlm generate --trace` writes them, and what is refused of them and drawn."""
 
-import copy
 import json
 
 import pytest
@@ -21,7 +20,7 @@ def generate(checkpoint, *arguments):
     return main(["generate", "--model", str(checkpoint), *shape, *arguments])
 
 
-def forward(*, start, held, drafted, rejected=(), committed=()):
+def forward(start, held, drafted, *, rejected=(), committed=()):
     entropies = [None if token else 0.51239 for token in [*held, 1]]
     seen = WindowForward(start, held, entropies, drafted, [*rejected], 0.25, 100.25 + start)
     return Traced(Request(0, (), SamplingParams()), seen, [*committed], 1, len(held))
@@ -39,12 +38,8 @@ def test_generate_writes_the_trace_of_what_it_prints(checkpoint, written, capsys
     (trace,) = read_trace(written)
     assert generate(checkpoint, "--prompt", "the cat") == 0
     assert "".join(one["text"] for one in trace["forwards"]) == capsys.readouterr().out[:-1]
-    assert (trace["prompt"], trace["model"]) == ("the cat", checkpoint.name)
-    assert (trace["mode"], trace["window_size"], trace["finish_reason"]) == (
-        "verified",
-        4,
-        "length",
-    )
+    known = {"prompt": "the cat", "model": checkpoint.name, "finish_reason": "length"}
+    assert trace.items() >= (known | {"mode": "verified", "window_size": 4}).items()
     assert sum(len(one["committed"]) for one in trace["forwards"]) == LENGTH
     seconds = [one["seconds"] for one in trace["forwards"]]
     assert 0 < seconds[0] <= seconds[-1] == max(seconds)
@@ -56,50 +51,15 @@ def test_generate_writes_the_trace_of_what_it_prints(checkpoint, written, capsys
 def test_out_of_order_is_behind_a_mask_that_stays():
     trace = SequenceTrace(None, SamplingParams(mode="paper"), PROMPT, 4)
     held = [7, None, None, None, None]
-    trace.take(forward(start=PROMPT, held=held, drafted=[None, 8, None, 9, None]))
-    trace.take(forward(start=PROMPT, held=held, drafted=[None, 8, 9, None, None]))
+    trace.take(forward(PROMPT, held, [None, 8, None, 9, None]))
+    trace.take(forward(PROMPT, held, [None, 8, 9, None, None]))
     first, second = trace.whole(None)["forwards"]
     assert (first["filled"], first["out_of_order"]) == ([(1, 8), (3, 9)], [3])
     assert (second["filled"], second["out_of_order"]) == ([(1, 8), (2, 9)], [])
     assert (first["start"], first["entropies"]) == (0, [None, *[0.5124] * 4, None])
 
 
-def test_the_news_of_a_stream_join_to_the_whole(llm):
-    params = SamplingParams(max_tokens=LENGTH, mode="paper")
-    prompt = llm.as_ids("one two")
-    trace, news = SequenceTrace(llm.codec, params, len(prompt), 4), []
-    for _ in llm.stream(prompt, params, on_forward=trace.take):
-        news.append(trace.news())
-    assert trace.news() is None
-    first, *others = [one for one in news if one is not None]
-    joined = copy.deepcopy(first)
-    for one in others:
-        assert one.keys() == {"tokens", "forwards"}
-        joined["forwards"] += one["forwards"]
-        joined["tokens"] |= one["tokens"]
-    assert joined | {"finish_reason": "length"} == trace.whole("length")
-
-
 # --- refusals ----------------------------------------------------------------------------
-
-
-REFUSED = [
-    ("generate --prompt x --n 2 --temperature 1 --trace t.json", "--trace: expected --n 1, as a "),
-    ("generate --input x.jsonl --output y.jsonl --trace t.json", "--trace goes with --prompt"),
-    ("generate --prompt x --trace HERE", "HERE: is a folder"),
-    ("generate --prompt x --trace HERE/no/t.json", "HERE/no/t.json: no such folder"),
-    ("plot HERE/no.json", "no.json: No such file or directory"),
-    ("plot WRITTEN --output x.bmp", "a plot's name ends with one of"),
-]
-
-
-def test_refused(written, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for arguments, sentence in REFUSED:
-        words = arguments.replace("HERE", str(tmp_path)).replace("WRITTEN", str(written)).split()
-        assert main(words) == 2
-        assert sentence.replace("HERE", str(tmp_path)) in capsys.readouterr().err
-        assert not list(tmp_path.iterdir())
 
 
 def changed(whole, path, value):
@@ -138,17 +98,17 @@ DAMAGE = [
 
 def test_a_damaged_file_is_refused(written, tmp_path):
     bad = tmp_path / "bad.json"
-    for path, value, sentence in DAMAGE:
-        whole = changed(json.loads(written.read_bytes()), path, value)
-        bad.write_text(json.dumps(whole), encoding="utf-8")
+    damaged = [
+        (json.dumps(changed(json.loads(written.read_bytes()), path, value)).encode(), sentence)
+        for path, value, sentence in DAMAGE
+    ]
+    no_traces = [(one, "expected") for one in (b"", b"\x00\xff", b"[1, 2", b"null", b"[]")]
+    for content, sentence in (*damaged, *no_traces):
+        bad.write_bytes(content)
         with pytest.raises(InputError) as error:
             read_trace(bad)
         assert str(error.value).startswith(f"{bad}: ")
         assert sentence in str(error.value)
-    for content in (b"", b"\x00\xff", b"[1, 2", b"null", b"[]"):
-        bad.write_bytes(content)
-        with pytest.raises(InputError, match=r"bad\.json: expected"):
-            read_trace(bad)
 
 
 # --- the drawing -------------------------------------------------------------------------
@@ -156,21 +116,10 @@ def test_a_damaged_file_is_refused(written, tmp_path):
 
 def test_plot_draws_what_happened(tmp_path, capsys):
     verified = SequenceTrace(None, SamplingParams(), PROMPT, 2)
-    drafted = forward(
-        start=PROMPT - 1, held=[3, None, None], drafted=[None, None, 8], committed=[7]
-    )
-    verified.take(drafted)
-    verified.take(
-        forward(
-            start=PROMPT,
-            held=[7, 8, None, None],
-            drafted=[None] * 4,
-            rejected=[1],
-            committed=[9],
-        )
-    )
+    verified.take(forward(PROMPT - 1, [3, None, None], [None, None, 8], committed=[7]))
+    verified.take(forward(PROMPT, [7, 8, None, None], [None] * 4, rejected=[1], committed=[9]))
     paper = SequenceTrace(None, SamplingParams(mode="paper"), PROMPT, 3)
-    paper.take(forward(start=PROMPT, held=[None] * 3, drafted=[8, None, 9]))
+    paper.take(forward(PROMPT, [None] * 3, [8, None, 9]))
     file = tmp_path / "two.json"
     write_trace(file, [verified.whole("length"), paper.whole("length")])
     assert main(["plot", str(file)]) == 0

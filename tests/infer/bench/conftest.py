@@ -15,13 +15,9 @@ def few_sizes(monkeypatch):
     monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 16)
 
 
-def measured(command, folder, arguments):
+def compared(what, folder, arguments):
     output = folder / "figures.json"
-    assert command([*arguments.split(), "--output", str(output)]) == 0
+    assert main(["--compare", what, *arguments.split(), "--output", str(output)]) == 0
     figures = json.loads(output.read_text(encoding="utf-8"))
     assert figures.pop("machine")["jax"] == jax.__version__
-    return figures
-
-
-def compared(what, folder, arguments):
-    return measured(main, folder, f"--compare {what} {arguments}")[what]
+    return figures[what]

@@ -2,7 +2,6 @@
 is there."""
 
 import dataclasses
-import sys
 from functools import partial
 
 import numpy as np
@@ -137,42 +136,6 @@ def test_a_shape_that_transformers_has_not():
         config_for_transformers(both, "float32")
     qwen2 = dataclasses.replace(both, qk_norm=False)
     assert config_for_transformers(qwen2, "float32")["model_type"] == "qwen2"
-
-
-BAD_OPTIONS = {
-    "--questions nowhere.jsonl": "nowhere.jsonl",
-    "--regime verse": "'verse'",
-    "--plot speeds.bmp": "ends with one of",
-    "--output /no/such/speeds.json": "no such folder",
-    "--temperature 1": "--temperature is an option of identity, not of windows",
-    "--compare drafts --mode paper": "--mode is an option of windows, not of drafts",
-    "--compare drafts identity --window-size 0": "name another window",
-    "--window-size 0 100000": "--window-size: expected at most 1024, the longest text",
-    "--batch-size 8 99999999": "--batch-size: expected an integer from 1 to 65,536, not 99999999",
-    "--rival transformers --quantization int8": "not rounded",
-    "--compare drafts --assistant 8": "--assistant drafts for --rival, which is not given",
-    "--rival transformers": r"wedlm-jax\[rival\]",
-}
-NOT_PARSED = {
-    "--batch-size 0": "argument --batch-size: expected a number of at least 1, not '0'",
-    "--prompts -3": "argument --prompts: expected a number of at least 1, not '-3'",
-    "--window-size four": "'four'",
-    "--window-size -1": "'-1'",
-    "--compare identity --temperature -0.5": "expected at least 0, not -0.5",
-    "--compare gaps": "invalid choice: 'gaps'",
-}
-
-
-def test_options_that_cannot_be_are_refused(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    for arguments, sentence in BAD_OPTIONS.items():
-        with pytest.raises(InputError, match=sentence):
-            main(arguments.split())
-    for arguments, sentence in NOT_PARSED.items():
-        with pytest.raises(SystemExit) as ended:
-            main(arguments.split())
-        assert ended.value.code == 2
-        assert sentence in capsys.readouterr().err
 
 
 def test_the_help_says_which_comparison_has_which_option(capsys):

@@ -6,30 +6,9 @@ import pytest
 
 from infer.bench import predict
 from infer.bench.predict import Prediction, predicted_table
-from tests.examples.child import ROOT, run_python
-from tests.infer.test_compile_only import MODEL, config_of
-from wedlm_jax.__main__ import main
-
-RECIPE = "configs/wedlm_8b.yaml"
-
-
-BAD_OPTIONS = {
-    "": "--predict needs --model: a folder, or a recipe with its sizes",
-    f"--model {RECIPE} --window-size auto": "expected numbers for --window-size, not auto",
-    f"--model {RECIPE} --compare drafts": "--compare does not go with --predict",
-    f"--model {RECIPE} --passes 2": "--passes does not go with --predict",
-    "--model configs/drafter.yaml": "expected a recipe with model.architecture",
-    "--model nowhere": "nowhere: no such folder",
-    "--model STOCK": "was not trained on masks; give a --drafter, or --window-size 0",
-}
-
-
-def test_what_cannot_be_predicted_is_refused(stock, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    for arguments, message in BAD_OPTIONS.items():
-        words = arguments.replace("STOCK", str(stock)).split()
-        assert main(["bench", "--predict", "v5e:2x4", *words]) == 2
-        assert message in capsys.readouterr().err
+from tests.examples.child import run_python
+from tests.infer.test_compile_only import MODEL
+from wedlm_jax.config import config_to_hf
 
 
 def test_windows_pay_from_the_cost_of_their_forward_on():
@@ -48,7 +27,7 @@ def test_windows_pay_from_the_cost_of_their_forward_on():
 def test_a_small_model_is_predicted_for_a_real_topology(tmp_path):
     """In a process of its own: the compiler's library wants one to itself. A replica has at least
     one sequence."""
-    (tmp_path / "config.json").write_text(json.dumps(config_of(MODEL)), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(MODEL)), encoding="utf-8")
     output = tmp_path / "predicted.json"
     command = f"-m wedlm_jax bench --predict v5e:2x4 --model {tmp_path} --batch-size 1 2"
     command += " --backup-masks 8"

@@ -77,19 +77,6 @@ def test_a_model_without_a_template_says_so(checkpoint, monkeypatch, capsys):
     assert out.strip()
 
 
-BAD_OPTIONS = {
-    "--n 2 --temperature 1": "--n: a conversation has one answer",
-    "--logprobs 1": "--logprobs: wedlm generate shows them",
-    "--top-p 0": "--top-p: expected",
-}
-
-
-def test_options_that_cannot_be_are_told(capsys):
-    for arguments, message in BAD_OPTIONS.items():
-        assert main(["chat", *arguments.split()]) == 2
-        assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("reason", "stopped", "end"),
     [("stop", False, ""), ("length", True, ", cut at the token limit"), (None, True, ", stopped")],
