@@ -26,15 +26,40 @@ def answer(offline):
 
 
 def chat(client, messages=MESSAGES, **fields):
-    return client.chat.completions.create(model=MODEL, messages=messages, **fields)
+    return both_ways(client.chat.completions, messages=messages, **fields)
 
 
 def complete(client, prompt=STORY, **fields):
-    return client.completions.create(model=MODEL, prompt=prompt, **fields)
+    return both_ways(client.completions, prompt=prompt, **fields)
 
 
-def text_of(chunks):
-    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+def both_ways(route, **fields):
+    """The whole answer; a stream of the same brings it in pieces."""
+    reply = route.create(model=MODEL, **fields)
+    with_usage = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, closing = route.create(model=MODEL, **fields, **with_usage)
+    assert {chunk.id for chunk in chunks} == {closing.id}
+    assert (closing.choices, {chunk.usage for chunk in chunks}) == ([], {None})
+    assert closing.usage.completion_tokens == reply.usage.completion_tokens
+    for number, choice in enumerate(reply.choices):
+        assert choice.index == number
+        pieces = [one for chunk in chunks for one in chunk.choices if one.index == number]
+        assert "".join(map(text_of, pieces)) == text_of(choice)
+        *before, last = (one.finish_reason for one in pieces)
+        assert (set(before) <= {None}, last) == (True, choice.finish_reason)
+        logprobs = [one.logprobs for one in pieces if one.logprobs is not None]
+        if choice.logprobs is not None:
+            name = "text_offset" if hasattr(choice, "text") else "content"
+            joined = [token for piece in logprobs for token in getattr(piece, name)]
+            assert joined == getattr(choice.logprobs, name)
+    return reply
+
+
+def text_of(choice):
+    if hasattr(choice, "text"):
+        return choice.text
+    message = choice.delta if hasattr(choice, "delta") else choice.message
+    return message.content or ""
 
 
 # --- chats -------------------------------------------------------------------------------
@@ -44,7 +69,7 @@ def test_a_chat(client, offline, answer):
     reply = chat(client)
     (choice,) = reply.choices
     assert (choice.message.role, choice.message.content) == ("assistant", answer.text)
-    assert (choice.index, choice.finish_reason, choice.logprobs) == (0, "stop", None)
+    assert (choice.finish_reason, choice.logprobs) == ("stop", None)
     assert (reply.model, reply.object, reply.id[:9]) == (MODEL, "chat.completion", "chatcmpl-")
     prompt, tokens, usage = len(offline.chat_prompt(MESSAGES)), len(answer.token_ids), reply.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (prompt, tokens)
@@ -64,32 +89,15 @@ def test_the_program_of_the_docs(server, answer, capsys):
     assert capsys.readouterr().out.strip() == answer.text
 
 
-def test_a_streamed_chat(client, answer):
-    stream = chat(client, stream=True, stream_options={"include_usage": True})
-    opening, *chunks, closing = stream
-    assert opening.choices[0].delta.role == "assistant"
-    assert len(chunks) > 1, "it comes in pieces"
-    assert text_of(chunks) == answer.text
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "stop"]
-    assert {chunk.id for chunk in (opening, *chunks, closing)} == {opening.id}
-    assert closing.choices == []
-    assert closing.usage.completion_tokens == len(answer.token_ids)
-    assert all(chunk.usage is None for chunk in chunks)
-    *_, last = chat(client, stream=True)
-    assert last.choices[0].finish_reason == "stop", "without usage it ends with the text"
+def test_a_stream_comes_in_pieces_and_without_usage_ends_with_the_text(client):
+    stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    opening, *pieces, last = (chunk.choices[0] for chunk in stream)
+    assert opening.delta.role == "assistant"
+    assert len(pieces) > 1
+    assert last.finish_reason == "stop"
 
 
-def test_what_was_reply_before_is_in_the_cache(client, answer):
-    replied, again = (
-        {"role": "assistant", "content": answer.text},
-        {"role": "user", "content": "Go."},
-    )
-    usage = chat(client, [*MESSAGES, replied, again], max_tokens=4).usage
-    # All of the first turn but what the last page did not fill.
-    assert usage.prompt_tokens > usage.prompt_tokens_details.cached_tokens > len(answer.token_ids)
-
-
-def test_an_answer_s_message_may_come_back_and_parts_and_roles_of_openai_s(client, offline):
+def test_an_answer_s_message_may_come_back_and_parts_and_roles_of_openai_s(client, offline, answer):
     message = chat(client).choices[0].message
     parts = [{"type": "text", "text": "Count "}, {"type": "text", "text": "on."}]
     more = {"role": "user", "content": "Go on."}
@@ -103,26 +111,24 @@ def test_an_answer_s_message_may_come_back_and_parts_and_roles_of_openai_s(clien
     ]
     (expected,) = offline.chat(plain, SamplingParams(max_tokens=8))
     assert reply.choices[0].message.content == expected.text
+    usage = chat(client, [*MESSAGES, message, more], max_tokens=4).usage
+    # Of what was asked and replied before, the cache has all but what the last page did not fill.
+    assert usage.prompt_tokens > usage.prompt_tokens_details.cached_tokens > len(answer.token_ids)
 
 
 def test_log_probabilities_of_a_chat(client, offline):
     (expected,) = offline.chat(MESSAGES, SamplingParams(max_tokens=12, logprobs=3))
-    asked = {"logprobs": True, "top_logprobs": 3, "max_tokens": 12}
-    content = chat(client, **asked).choices[0].logprobs.content
+    (choice,) = chat(client, logprobs=True, top_logprobs=3, max_tokens=12).choices
+    content = choice.logprobs.content
     assert "".join(token.token for token in content) == expected.text
     assert all(bytes(token.bytes).decode() == token.token for token in content)
     for token, one in zip(content, expected.logprobs, strict=True):
         assert token.logprob == pytest.approx(one.logprob)
         tops = [other.logprob for other in token.top_logprobs]
         assert tops == pytest.approx([value for _, value in one.top])
-    pieces = [chunk.choices[0].logprobs for chunk in chat(client, stream=True, **asked)]
-    assert [token for piece in pieces if piece is not None for token in piece.content] == content
 
 
-# --- formats -----------------------------------------------------------------------------
-
-
-def test_an_answer_by_a_schema(client, offline):
+def test_an_answer_by_a_schema_or_an_expression(client, offline):
     schema = {
         "type": "object",
         "properties": {"first": {"type": "integer", "maximum": 99}, "up": {"type": "boolean"}},
@@ -134,26 +140,24 @@ def test_an_answer_by_a_schema(client, offline):
     (expected,) = offline.chat(MESSAGES, SamplingParams(json_schema=schema))
     assert (choice.finish_reason, choice.message.content) == ("stop", expected.text)
     assert fits(expected.text, schema)
-    outputs = {"structured_outputs": {"regex": "(yes|no), [0-9]{2}"}}
-    text = text_of(chat(client, stream=True, extra_body=outputs))
-    assert re.fullmatch("(yes|no), [0-9]{2}", text)
+    regex = "(yes|no), [0-9]{2}"
+    (choice,) = chat(client, extra_body={"structured_outputs": {"regex": regex}}).choices
+    assert re.fullmatch(regex, choice.message.content)
 
 
 # --- completions --------------------------------------------------------------------------
 
 
-def test_a_completion(client, offline):
+def test_a_completion_of_a_text_or_of_its_tokens(client, offline):
     (expected,) = offline.generate(STORY, SamplingParams(max_tokens=48))
-    reply = complete(client, max_tokens=48)
-    assert reply.choices[0].text == expected.text
-    assert reply.choices[0].finish_reason == expected.finish_reason
-    assert reply.object == "text_completion"
-    chunks = complete(client, max_tokens=48, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
     ids = list(offline.as_ids(STORY))
-    for prompt in (ids, [ids]):
-        reply = complete(client, prompt, max_tokens=48, extra_body={"return_token_ids": True})
-        assert reply.choices[0].model_extra == {"token_ids": expected.token_ids}
+    for prompt in (STORY, ids, [ids]):
+        asked = {"max_tokens": 48, "extra_body": {"return_token_ids": True}}
+        reply = complete(client, prompt, **asked)
+        assert reply.object == "text_completion"
+        (choice,) = reply.choices
+        assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
+        assert choice.model_extra == {"token_ids": expected.token_ids}
 
 
 @pytest.mark.full
@@ -164,24 +168,16 @@ def test_many_prompts_and_samples_come_in_order(client, offline):
     expected = [one for row in rows for one in row.samples]
     reply = complete(client, prompts, **asked)
     assert [choice.text for choice in reply.choices] == [one.text for one in expected]
-    assert [choice.index for choice in reply.choices] == list(range(6))
     assert len({one.text for one in expected}) > 3
     assert reply.usage.prompt_tokens == sum(len(offline.as_ids(prompt)) for prompt in prompts)
     assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
-    texts = [""] * 6
-    for chunk in complete(client, prompts, stream=True, **asked):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert texts == [one.text for one in expected]
 
 
 def test_a_stop_text_ends_an_answer_wherever_it_stands(client, answer):
     stop = answer.text[len(answer.text) // 2 :][:3]
-    expected = (answer.text[: answer.text.index(stop)], "stop")
     (choice,) = chat(client, stop=stop).choices
-    assert (choice.message.content, choice.finish_reason) == expected
-    chunks = list(chat(client, stop=stop, stream=True))
-    assert (text_of(chunks), chunks[-1].choices[0].finish_reason) == expected
+    assert choice.message.content == answer.text[: answer.text.index(stop)]
+    assert choice.finish_reason == "stop"
 
 
 def test_log_probabilities_of_a_completion(client, offline):
@@ -195,12 +191,6 @@ def test_log_probabilities_of_a_completion(client, offline):
     for at, token in zip(logprobs.text_offset, logprobs.tokens, strict=True):
         assert token == "<|im_end|>" or choice.text[at:].startswith(token)
     assert [len(top) for top in logprobs.top_logprobs] == [2] * 12
-    chunks = complete(client, **asked, stream=True)
-    streamed = [at for chunk in chunks for at in chunk.choices[0].logprobs.text_offset]
-    assert streamed == logprobs.text_offset
-
-
-# --- this project's own fields --------------------------------------------------------------
 
 
 def test_a_narrower_window_takes_more_forwards_for_the_same_answer(client, answer):
@@ -208,9 +198,6 @@ def test_a_narrower_window_takes_more_forwards_for_the_same_answer(client, answe
     assert {one.choices[0].message.content for one in replies} == {answer.text}
     wide, narrow, ar = (one.usage.num_forwards for one in replies)
     assert wide < narrow < ar == len(answer.token_ids)
-
-
-# --- models, many clients, and another client -------------------------------------------------
 
 
 def test_models(client):
