@@ -116,27 +116,28 @@ def check_lost_server(page):
 
 
 def test_a_stream_brings_every_forward_once(client):
-    asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "n": 2}
-    ours = {"return_trace": True, "mode": "paper", "entropy_threshold": None}
-    whole = client.completions.create(**asked, seed=3, extra_body=ours)
-    stream = client.completions.create(**asked, seed=3, stream=True, extra_body=ours)
-    texts, forwards = ["", ""], [[], []]
-    for chunk in stream:
+    asked = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "n": 2, "seed": 3}
+    asked["extra_body"] = {"return_trace": True, "mode": "paper", "entropy_threshold": None}
+    texts, traces = ["", ""], [{}, {}]
+    for chunk in client.completions.create(**asked, stream=True):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-            news = (choice.model_extra or {}).get("trace", {"forwards": []})
-            assert ("mode" in news) == (bool(news["forwards"]) and not forwards[choice.index])
-            forwards[choice.index] += news["forwards"]
-    for text, trace in zip(texts, forwards, strict=True):
-        assert "".join(one["text"] for one in trace) == text
+            trace, news = traces[choice.index], (choice.model_extra or {}).get("trace", {})
+            assert not trace or news.keys() <= {"tokens", "forwards"}, "all else comes once"
+            tokens = trace.get("tokens", {}) | news.pop("tokens", {})
+            forwards = trace.get("forwards", []) + news.pop("forwards", [])
+            trace |= news | {"tokens": tokens, "forwards": forwards}
+    whole = client.completions.create(**asked).choices
+    for choice, text, trace in zip(whole, texts, traces, strict=True):
+        forwards, expected = trace["forwards"], choice.model_extra["trace"]
+        assert choice.text == text == "".join(one["text"] for one in forwards)
         # With a threshold of None each forward fills one mask, whether or not any is committed.
-        assert [len(one["filled"]) for one in trace] == [1] * len(trace)
-        assert [one["num_forwards"] for one in trace] == list(range(1, len(trace) + 1))
-    assert [choice.text for choice in whole.choices] == texts
-    traces = [choice.model_extra["trace"]["forwards"] for choice in whole.choices]
-    assert [[one["text"] for one in t] for t in traces] == [
-        [x["text"] for x in t] for t in forwards
-    ]
+        assert [len(one["filled"]) for one in forwards] == [1] * len(forwards)
+        assert [one["num_forwards"] for one in forwards] == list(range(1, len(forwards) + 1))
+        assert expected.pop("finish_reason") == choice.finish_reason
+        for one in (*forwards, *expected["forwards"]):
+            del one["seconds"], one["entropies"]  # numbers that no run repeats
+        assert trace == expected
 
 
 FLAGS = (

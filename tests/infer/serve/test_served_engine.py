@@ -10,7 +10,7 @@ import pytest
 
 from infer.serve import served_engine as module
 from infer.serve.served_engine import Programs
-from tests.examples.decode import small_engine
+from tests.examples.decode import events_of, say_the_same, small_engine
 from tests.infer.serve.conftest import SMALL
 from tests.infer.serve.running_server import running_server, wait_until
 from wedlm_jax.engine.interface import Finished, Request
@@ -24,13 +24,6 @@ def tiny(checkpoint):
     llm = LLM(checkpoint, **SMALL)
     llm.warm_up(SamplingParams())
     return llm
-
-
-@pytest.fixture
-def plain_program_alone(tiny):
-    """Leaves the engine with its plain program, without those that earlier tests compiled."""
-    tiny.engine.device.programs.clear()
-    tiny.warm_up(SamplingParams())
 
 
 @pytest.fixture
@@ -91,41 +84,32 @@ def test_an_engine_that_cannot_begin_anew_says_so(tiny, monkeypatch):
     tiny.engine.restart()
 
 
-def test_others_go_on_while_a_program_is_compiled(own_server, monkeypatch):
-    """One asks for what no program has yet."""
-    engine = own_server.service.engine.engine
+def test_others_go_on_while_a_program_is_compiled(tiny, own_server, monkeypatch):
+    """One asks for what no program has yet; so does another, who goes and leaves nothing."""
+    tiny.engine.device.programs.clear()
+    tiny.warm_up(SamplingParams())
     begun, released = threading.Event(), threading.Event()
-    compile_program = engine.compile_program
+    compile_program = tiny.engine.compile_program
 
     def slowly(traits):
         begun.set()
         assert released.wait(30)
         compile_program(traits)
 
-    monkeypatch.setattr(engine, "compile_program", slowly)
+    monkeypatch.setattr(tiny.engine, "compile_program", slowly)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         special = pool.submit(ask, own_server, logprobs=2)
         assert begun.wait(10)
+        with pytest.raises(httpx2.ReadTimeout):
+            ask(own_server, timeout=0.3, bad_words=["x"])
         plain = [pool.submit(ask, own_server) for _ in range(6)]
         assert all(one.result(30).status_code == 200 for one in plain)
         assert not special.done()
-        assert own_server.service.engine.num_held == 1
+        wait_until(lambda: own_server.service.engine.num_held == 1)
         released.set()
         answer = special.result(60).json()["choices"][0]
     assert answer["text"] == plain[0].result().json()["choices"][0]["text"]
     assert len(answer["logprobs"]["tokens"]) == 8
-    assert ask(own_server).status_code == 200
-
-
-@pytest.mark.usefixtures("plain_program_alone")
-def test_who_goes_while_a_program_is_compiled_leaves_nothing(own_server, monkeypatch):
-    engine = own_server.service.engine.engine
-    released = threading.Event()
-    monkeypatch.setattr(engine, "compile_program", lambda traits: released.wait(30))
-    with pytest.raises(httpx2.ReadTimeout):
-        ask(own_server, timeout=0.3, bad_words=["x"])
-    wait_until(lambda: not own_server.service.engine.is_busy)
-    released.set()
     assert ask(own_server).status_code == 200
 
 
@@ -181,7 +165,7 @@ def requests(*params):
 
 
 class Compiler:
-    """Stands for `Engine.compile_program`: notes what is wanted, and compiles when it is told."""
+    """Stands for `Engine.compile_program`: notes what is wanted, and ends when it is told to."""
 
     def __init__(self, engine, monkeypatch):
         self.wanted = []
@@ -203,12 +187,11 @@ class Compiler:
 
     def finish(self):
         """Lets the compilation that is running, if any, end."""
-        if not self.programs.is_compiling:
-            return
-        self.go.set()
-        assert self.changed.wait(30)
-        self.go.clear()
-        self.changed.clear()
+        if self.programs.is_compiling:
+            self.go.set()
+            assert self.changed.wait(30)
+            self.go.clear()
+            self.changed.clear()
 
 
 @pytest.fixture(scope="module")
@@ -226,17 +209,13 @@ def both(tiny_model):
 )
 def test_the_program_for_everything_gives_the_tokens_of_any_other(both, tiny_model, params):
     programs = both.num_programs
-    events = both.step(requests(params), program=both.everything)
-    while both.has_work:
-        events += both.step(program=both.everything)
+    events = events_of(both, requests(params), program=both.everything)
     (ours,) = (event.result for event in events if isinstance(event, Finished))
     assert both.num_programs == programs
     (theirs,) = small_engine(tiny_model, [params]).decode(requests(params))
-    assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
-    if theirs.logprobs is not None:
-        assert ours.logprobs is not None
-        found = [one.logprob for one in ours.logprobs]
-        assert found == pytest.approx([one.logprob for one in theirs.logprobs], abs=1e-5)
+    assert say_the_same(ours, theirs)
+    for one, other in zip(ours.logprobs or [], theirs.logprobs or [], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
 
 
 def test_whoever_comes_joins_at_once_and_a_better_program_is_made_meanwhile(both, monkeypatch):
