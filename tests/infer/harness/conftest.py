@@ -56,19 +56,17 @@ def tasks(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def short(checkpoint, load_once):
+def loaded(checkpoint, load_once, batch_size):
     """A model of a short context, as the command loads it."""
-    options = {"window_size": 4, "max_model_len": 64, "batch_size": 4}
-    return load_once({"model": str(checkpoint), **options})
+    shape = {"window_size": 4, "max_model_len": 64, "batch_size": batch_size}
+    return load_once({"model": str(checkpoint), **shape})
 
 
 @pytest.fixture(scope="session")
-def model(short):
-    return HarnessModel(short)
+def model(checkpoint, load_once):
+    return HarnessModel(loaded(checkpoint, load_once, 4))
 
 
 @pytest.fixture(scope="session")
 def one_at_a_time(checkpoint, load_once):
-    options = {"window_size": 4, "max_model_len": 64, "batch_size": 1}
-    return load_once({"model": str(checkpoint), **options})
+    return loaded(checkpoint, load_once, 1)

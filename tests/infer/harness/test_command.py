@@ -1,17 +1,14 @@
 """`wedlm evaluate --tasks` and lm_eval's own command, on tasks that lie here."""
 
-import importlib
 import json
 import shutil
 import sys
-import tomllib
 
 import pytest
 
 from infer.evaluate import main
 from infer.harness.__main__ import main as command_of_lm_eval
-from infer.harness.model import HarnessModel
-from tests.examples.child import ROOT, run_python
+from tests.examples.child import run_python
 from tests.infer.harness.conftest import TEXTS
 from wedlm_jax.errors import InputError
 from wedlm_jax.llm import LLM
@@ -21,8 +18,7 @@ from wedlm_jax.params import SamplingParams
 def evaluated(tmp_path, *arguments):
     output = tmp_path / "results.json"
     assert main([*map(str, arguments), "--output", str(output)]) == 0
-    results = json.loads(output.read_text(encoding="utf-8"))
-    return results
+    return json.loads(output.read_text(encoding="utf-8"))
 
 
 def test_a_task_of_each_kind(checkpoint, tasks, tmp_path, model, one_at_a_time, capsys):
@@ -30,18 +26,22 @@ def test_a_task_of_each_kind(checkpoint, tasks, tmp_path, model, one_at_a_time, 
         tmp_path,
         *("--model", checkpoint, "--window-size", 4, "--max-model-len", 64, "--batch-size", 4),
         *("--tasks", "write,choose", tasks / "read.yaml", "--include-path", tasks),
-        *("--log-samples", "--mode", "ar"),
+        *("--log-samples", "--mode", "paper"),
     )
-    said = {s["doc"]["text"]: s["resps"][0][0] for s in results["samples"]["write"]}
-    params = SamplingParams(mode="ar", max_tokens=12, stop=("\n",))
-    assert said == {text: one_at_a_time.generate(text, params)[0].text for text in TEXTS}
+    said = [sample["resps"][0][0] for sample in results["samples"]["write"]]
+    params = SamplingParams(mode="paper", max_tokens=12, stop=("\n",))
+    alone = [one_at_a_time.generate(text, params)[0] for text in TEXTS]
+    assert said == [one.text for one in alone]
     assert results["results"]["write"]["exact_match,none"] == 0
     chosen = [s["filtered_resps"] for s in results["samples"]["choose"]]
     right = [max(range(3), key=lambda i: float(some[i][0])) == 1 for some in chosen]
     assert results["results"]["choose"]["acc,none"] == sum(right) / len(TEXTS)
     assert results["results"]["read"]["word_perplexity,none"] > 1
-    assert results["config"]["mode"] == "ar"
-    assert results["config"]["window_size"] == 4
+    config, tokens = results["config"], sum(len(one.token_ids) for one in alone)
+    assert (config["mode"], config["window_size"]) == ("paper", 4)
+    assert config["tokens_per_forward"] == tokens / sum(one.num_forwards for one in alone)
+    assert config["p_cache"] == tokens / sum(one.num_token_instances for one in alone)
+    assert config["tokens_per_second"] > 0
     printed = capsys.readouterr()
     assert "exact_match" in printed.out
     assert "tokens per forward" in printed.err
@@ -124,12 +124,6 @@ def test_programs_are_run_when_it_is_asked_for(checkpoint, tmp_path):
     for task in ("human_eval", "human_eval_chat"):
         assert results["results"][task]["pass@1,none"] == 0
         assert results["n-samples"][task]["effective"] == 2
-
-
-def test_lm_eval_is_told_of_the_model_by_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module, _, name = project["entry-points"]["lm_eval.models"]["wedlm"].partition(":")
-    assert getattr(importlib.import_module(module), name) is HarnessModel
 
 
 @pytest.mark.full

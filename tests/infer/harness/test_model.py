@@ -1,6 +1,7 @@
 """The model that `lm_eval` sees, against a plain forward and against `LLM` itself."""
 
 import logging
+import tomllib
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from infer.harness.model import HarnessModel
+from tests.examples.child import ROOT
 from tests.examples.tiny_checkpoint import CONTEXT, EOS, MASK
 from tests.infer.harness.conftest import TEXTS
 from wedlm_jax.checkpoint.model import load_checkpoint
@@ -37,6 +39,10 @@ def log_probabilities(checkpoint):
     return forward
 
 
+def scored(model, *pairs):
+    return model.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
+
+
 def by_hand(rows, context, tokens):
     found = rows([*context, *tokens])[len(context) - 1 : -1]
     chosen = found[np.arange(len(tokens)), list(tokens)]
@@ -44,6 +50,9 @@ def by_hand(rows, context, tokens):
 
 
 def test_the_harness_finds_it_by_name():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (entry,) = project["entry-points"]["lm_eval.models"].items()
+    assert entry == ("wedlm", f"{HarnessModel.__module__}:{HarnessModel.__name__}")
     assert get_model("wedlm") is HarnessModel
 
 
@@ -52,7 +61,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(model, log_probabilities
     likely = model.llm.generate(TEXTS[0], SamplingParams(mode="ar", max_tokens=3))[0]
     assert likely.text
     pairs.append((TEXTS[0], likely.text))
-    found = model.loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
+    found = scored(model, *pairs)
     for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
         whole, ids = model.tok_encode(context + continuation), model.tok_encode(context)
         expected = by_hand(log_probabilities, ids, whole[len(ids) :])
@@ -63,7 +72,7 @@ def test_log_probabilities_are_those_of_a_plain_forward(model, log_probabilities
 
 def test_an_empty_context_is_the_end_of_text(model, log_probabilities):
     assert model.eot_token_id == model.prefix_token_id == EOS
-    ((value, _),) = model.loglikelihood(asked("loglikelihood", ("", "one two")), True)
+    ((value, _),) = scored(model, ("", "one two"))
     expected, _ = by_hand(log_probabilities, [EOS], model.tok_encode("one two"))
     assert value == pytest.approx(expected, abs=1e-4)
 
@@ -71,7 +80,7 @@ def test_an_empty_context_is_the_end_of_text(model, log_probabilities):
 def test_a_context_that_is_too_long_loses_its_beginning(model, log_probabilities, caplog):
     context = " ".join(TEXTS[1] for _ in range(40))
     with caplog.at_level(logging.WARNING):
-        ((value, _),) = model.loglikelihood(asked("loglikelihood", (context, " one")), True)
+        ((value, _),) = scored(model, (context, " one"))
     whole, ids = model.tok_encode(context + " one"), model.tok_encode(context)
     tokens = whole[len(ids) :]
     assert len(ids) > model.max_length == 64
@@ -79,14 +88,13 @@ def test_a_context_that_is_too_long_loses_its_beginning(model, log_probabilities
     assert value == pytest.approx(expected, abs=1e-4)
     assert "1 of 1 texts" in caplog.text
     with pytest.raises(InputError, match="do not fit"):
-        model.loglikelihood(asked("loglikelihood", ("a", context)), True)
+        scored(model, ("a", context))
 
 
 def test_every_token_of_a_long_text_is_read_once(model, log_probabilities):
     long = " ".join(TEXTS[i % 3] for i in range(24))
-    found = model.loglikelihood_rolling(
-        asked("loglikelihood_rolling", (long,), ("one",), ("",)), True
-    )
+    texts = asked("loglikelihood_rolling", (long,), ("one",), ("",))
+    found = model.loglikelihood_rolling(texts, True)
     ids = model.tok_encode(long)
     assert len(ids) > 2 * 63
     # The first 63 behind the end of text; then as many tokens again, each time with what is left
@@ -96,35 +104,18 @@ def test_every_token_of_a_long_text_is_read_once(model, log_probabilities):
         part = ids[start : start + 63]
         expected += by_hand(log_probabilities, ids[start - 64 + len(part) : start], part)[0]
     assert found[0] == pytest.approx(expected, abs=1e-3)
-    assert found[1] == pytest.approx(
-        by_hand(log_probabilities, [EOS], model.tok_encode("one"))[0], abs=1e-4
-    )
+    expected, _ = by_hand(log_probabilities, [EOS], model.tok_encode("one"))
+    assert found[1] == pytest.approx(expected, abs=1e-4)
     assert found[2] == 0
-
-
-@pytest.mark.full
-def test_answers_are_those_of_prompts_decoded_alone(model, one_at_a_time):
-    arguments = {"until": ["e", "\n"], "max_gen_toks": 20, "do_sample": False}
-    requests = asked("generate_until", *((text, arguments) for text in (*TEXTS, *TEXTS)))
-    answers = model.generate_until(requests, True)
-    params = SamplingParams(max_tokens=20, stop=("e", "\n"))
-    alone = [one_at_a_time.generate(text, params)[0] for text in TEXTS]
-    assert answers == [completion.text for completion in alone] * 2
-    assert any(completion.finish_reason == "stop" for completion in alone)
-    assert not any("e" in answer for answer in answers)
 
 
 @pytest.mark.full
 def test_repeated_requests_draw_other_numbers(model, one_at_a_time):
     arguments = {"until": [], "max_gen_toks": 16, "do_sample": True, "temperature": 0.9, "seed": 5}
     answers = model.generate_until(asked("generate_until", *[(TEXTS[0], arguments)] * 3), True)
-    expected = [
-        one_at_a_time.generate(
-            TEXTS[0], SamplingParams(max_tokens=16, temperature=0.9, seed=sample_seed(5, i))
-        )[0].text
-        for i in range(3)
-    ]
-    assert answers == expected
+    for number, answer in enumerate(answers):
+        params = SamplingParams(max_tokens=16, temperature=0.9, seed=sample_seed(5, number))
+        assert answer == one_at_a_time.generate(TEXTS[0], params)[0].text
     assert len(set(answers)) > 1
 
 
@@ -171,14 +162,14 @@ def test_finished_answers_are_kept_for_a_restart(model):
     before, model.cache_hook = model.cache_hook, Hook()  # type: ignore[assignment]
     try:
         answers = model.generate_until(asked("generate_until", *((t, arguments) for t in TEXTS)))
-        (scored,) = model.loglikelihood(asked("loglikelihood", ("a", " one")))
+        (likely,) = scored(model, ("a", " one"))
         (read,) = model.loglikelihood_rolling(asked("loglikelihood_rolling", ("one",)))
     finally:
         model.cache_hook = before
     for text, answer in zip(TEXTS, answers, strict=True):
         assert ("generate_until", (text, arguments), answer) in kept
     assert kept[len(TEXTS) :] == [
-        ("loglikelihood", ("a", " one"), scored),
+        ("loglikelihood", ("a", " one"), likely),
         ("loglikelihood_rolling", ("one",), read),
     ]
 
@@ -189,17 +180,6 @@ def test_a_chat_is_asked_or_its_last_message_continued(model):
     assert model.tok_encode(text) == model.llm.chat_prompt([user])
     begun = [user, {"role": "assistant", "content": "two"}]
     assert model.apply_chat_template(begun, add_generation_prompt=False) == text + "two"
-
-
-def test_the_results_say_how_it_was_decoded(llm):
-    model = HarnessModel(llm, mode="paper")
-    model.generate_until(asked("generate_until", (TEXTS[0], {"max_gen_toks": 8})), True)
-    completion = llm.generate(TEXTS[0], SamplingParams(mode="paper", max_tokens=8))[0]
-    info = model.get_model_info()
-    assert info["mode"] == "paper"
-    assert info["tokens_per_forward"] == completion.tokens_per_forward
-    assert info["p_cache"] == completion.p_cache
-    assert info["tokens_per_second"] > 0
 
 
 BAD_ARGUMENTS = [
