@@ -7,28 +7,28 @@ import pytest
 from tests.examples.interrupted import command, interrupted
 from tests.infer.chat.terminal import Terminal
 
-
-@pytest.mark.full
-def test_a_prompt_ends(tmp_path):
-    status, printed = interrupted(tmp_path, "run", "generate", "--chat", "--prompt", "Hello.")
-    assert status == 130
-    assert printed.splitlines()[-1] == "wedlm generate: interrupted"
+PROMPT = "generate --chat --prompt Hello."
+JOB = "generate --input HERE/in.jsonl --output HERE/out"
+KEPT = ": 0 of 2 records are kept in HERE/out; the same command continues from there"
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("number", "status", "how"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")],
+    ("arguments", "number", "status", "sentence"),
+    [
+        (PROMPT, signal.SIGINT, 130, "wedlm generate: interrupted"),
+        (JOB, signal.SIGINT, 130, f"interrupted{KEPT}"),
+        (JOB, signal.SIGTERM, 143, f"stopped by SIGTERM{KEPT}"),
+    ],
 )
-def test_a_job_says_what_is_kept(tmp_path, number, status, how):
+def test_a_prompt_or_a_job_ends_and_says_what_is_kept(
+    tmp_path, arguments, number, status, sentence
+):
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    files = ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out")]
-    ended, printed = interrupted(tmp_path, "run", "generate", *files, number=number)
+    words = arguments.replace("HERE", str(tmp_path)).split()
+    ended, printed = interrupted(tmp_path, "run", *words, number=number)
     assert ended == status
-    assert printed.splitlines()[-1] == (
-        f"{how}: 0 of 2 records are kept in {tmp_path / 'out'}; the same "
-        "command continues from there"
-    )
+    assert printed.splitlines()[-1] == sentence.replace("HERE", str(tmp_path))
     assert not (tmp_path / "out").exists(), "any job may begin there"
 
 
