@@ -1,6 +1,5 @@
 """The container's recipe: linted, and its steps followed in a folder that stands for the image."""
 
-import dataclasses
 import http.server
 import json
 import os
@@ -11,6 +10,7 @@ import sys
 import threading
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -19,9 +19,8 @@ FILE = ROOT / "Dockerfile"
 HEALTH = "/health"
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """An instruction and what stands behind it, its lines joined."""
+class Step(NamedTuple):
+    """An instruction, and what stands behind it, its lines joined."""
 
     name: str
     text: str
@@ -35,12 +34,6 @@ def steps():
 
 def last(name):
     return [step.text for step in steps() if step.name == name][-1]
-
-
-def copies():
-    """What is copied from the project, and whereto."""
-    some = [step.text.split() for step in steps() if step.name == "COPY"]
-    return [(words[:-1], words[-1]) for words in some if not words[0].startswith("--from")]
 
 
 def test_the_linter_finds_nothing():
@@ -61,7 +54,8 @@ def test_it_runs_as_no_root_serves_by_default_and_names_no_package_index():
 
 
 def test_what_is_copied_is_there_and_nothing_else_is_sent_to_the_builder():
-    wanted = {path for sources, _ in copies() for path in sources}
+    copies = [step.text.split() for step in steps() if step.name == "COPY"]
+    wanted = {path for words in copies if words[0][:6] != "--from" for path in words[:-1]}
     assert all((ROOT / path).exists() for path in wanted)
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in ignored
@@ -90,14 +84,6 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def port():
-    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
-
-
 def healthy(port):
     check = json.loads(last("HEALTHCHECK").partition("CMD")[2])
     assert check[0] == "python"
@@ -106,11 +92,14 @@ def healthy(port):
     return subprocess.run(command, env=environment, capture_output=True).returncode == 0
 
 
-def test_the_health_check_asks_the_server(port, monkeypatch):
-    assert healthy(port)
-    monkeypatch.setattr(Healthy, "status", 503)
-    assert not healthy(port)
-    assert not healthy(9)
+def test_the_health_check_asks_the_server(monkeypatch):
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert healthy(server.server_port)
+        monkeypatch.setattr(Healthy, "status", 503)
+        assert not healthy(server.server_port)
+        server.shutdown()
+    assert not healthy(server.server_port)
 
 
 class Image:
@@ -146,18 +135,15 @@ class Image:
                 self.environment[name] = self.inside(value)
         elif step.name == "COPY" and not step.text.startswith("--from"):
             *sources, target = step.text.split()
-            for source in sources:
-                self.copy(ROOT / source, self.workdir / target)
+            for source in map(ROOT.joinpath, sources):
+                if source.is_dir():
+                    without = shutil.ignore_patterns("__pycache__", "*.pyc")
+                    shutil.copytree(source, self.workdir / target, ignore=without)
+                else:
+                    shutil.copy(source, self.workdir / target / source.name)
         elif step.name == "RUN":
             done = self.run("/bin/sh", "-c", self.inside(step.text))
             assert done.returncode == 0, done.stderr
-
-    def copy(self, source, target):
-        if source.is_dir():
-            without = shutil.ignore_patterns("__pycache__", "*.pyc")
-            shutil.copytree(source, target, ignore=without)
-        else:
-            shutil.copy(source, target / source.name)
 
     def run(self, *command):
         return subprocess.run(
@@ -192,7 +178,5 @@ def test_its_steps_make_an_image_that_decodes(tmp_path):
     in_bucket = "from wedlm_jax.host.storage import as_path; print(as_path('gs://b/run').name)"
     assert image.run("python", "-c", in_bucket).stdout == "run\n"
     where = image.run("python", "-c", "import infer.harness.command as c; print(c.TASKS)").stdout
-    assert sorted(path.name for path in Path(where.strip()).iterdir()) == [
-        "human_eval.yaml",
-        "human_eval_chat.yaml",
-    ]
+    tasks = {path.name for path in Path(where.strip()).iterdir()}
+    assert tasks == {"human_eval.yaml", "human_eval_chat.yaml"}

@@ -1,13 +1,13 @@
 """docs/reference.md and the drawings are what the code says."""
 
 import dataclasses
-import json
 
 import pytest
 
 from docs.drawings import DRAWINGS, FOLDER
 from docs.losses import main
 from docs.reference import PAGE, page
+from tests.examples.data import write_jsonl
 from train.recipe.config import TrainConfig
 from wedlm_jax.__main__ import SUBCOMMANDS
 from wedlm_jax.params import OPTIONS
@@ -36,8 +36,7 @@ def test_each_run_is_a_line_of_each_panel(tmp_path, capsys):
     for name, offset in (("one", 0.0), ("two", 1.0)):
         (tmp_path / name).mkdir()
         lines = [{"step": n, "mlm_loss": 9 - n + offset, "ar_loss": 1.0} for n in range(1, 13)]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (tmp_path / name / "metrics.jsonl").write_text(text)
+        write_jsonl(tmp_path / name / "metrics.jsonl", lines)
     plot = tmp_path / "out.svg"
     assert main([str(tmp_path / "one"), str(tmp_path / "two"), "--plot", str(plot)]) == 0
     said = capsys.readouterr().out

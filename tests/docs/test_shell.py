@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from docs.reference import module_parser, subcommand_parser
+from docs.reference import MODULES, module_parser, subcommand_parser
 from infer.flags import sampling_params
 from tests.docs.pages import PAGES, ROOT, blocks, prose
 from train.recipe.config import load_config
@@ -53,10 +53,8 @@ def check(words):
         assert not unknown, unknown
     elif name == "pip":
         asked = re.findall(r"\[(.*?)\]", " ".join(words))
-        unknown = {e for some in asked for e in some.split(",")} - {
-            *PROJECT["optional-dependencies"]
-        }
-        assert not unknown, unknown
+        extras = {extra for some in asked for extra in some.split(",")}
+        assert extras <= PROJECT["optional-dependencies"].keys(), extras
     elif words[0].startswith("launch/"):  # runs what stands behind it, perhaps a variable
         assert (ROOT / words[0]).is_file(), words[0]
         if words[1:] != ["1"]:
@@ -128,7 +126,8 @@ def test_options_that_the_text_names_exist(page):
     spans = re.findall(r"`([^`\n]+)`", prose(page))
     assert page.name != "batch.md" or len(spans) > 20
     flags = {name: set(parser(f"wedlm {name}")._option_string_actions) for name in SUBCOMMANDS}
-    every = set().union(*flags.values()) | module_flags()
+    of_modules = [set(module_parser(name)._option_string_actions) for name in MODULES]
+    every = set().union(*flags.values(), *of_modules)
     for span in spans:
         words = span.split()
         if words[0] == "wedlm" and len(words) > 1 and words[1].islower():
@@ -140,12 +139,6 @@ def test_options_that_the_text_names_exist(page):
             named = {word.partition("=")[0] for word in words if word.startswith("--")}
             # Options with an underscore are those of lm_eval.
             assert {name for name in named if "_" not in name} <= known, span
-
-
-def module_flags():
-    from docs.reference import MODULES
-
-    return {flag for name in MODULES for flag in module_parser(name)._option_string_actions}
 
 
 @pytest.mark.parametrize(
