@@ -20,7 +20,6 @@ from wedlm_jax.attention.ragged import RAGGED_BACKENDS
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
-from wedlm_jax.errors import InputError
 from wedlm_jax.params import MODES, OPTIONS, SamplingParams
 
 LOAD = generate.load
@@ -74,12 +73,6 @@ def test_a_jobs_warm_up_compiles_what_its_other_options_need(checkpoint, tmp_pat
     assert llm.engine.num_programs == programs
 
 
-def test_a_stop_string_cuts_what_is_printed(checkpoint, expected, capsys):
-    stop = expected.text[5:8]
-    assert run(checkpoint, "--prompt", "the cat", "--stop", "never", stop) == 0
-    assert capsys.readouterr().out == expected.text[: expected.text.index(stop)] + "\n"
-
-
 def test_prompt_from_standard_input(checkpoint, expected, monkeypatch, capsys):
     for piped in ("the cat", "the cat\n", "the cat\r\n"):
         monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
@@ -124,30 +117,10 @@ def test_the_token_that_ends_a_text_is_shown(llm, capsys):
     assert capsys.readouterr().err.split() == ["-0.500", name, name, "-0.50"]
 
 
-def test_a_checkpoint_without_masks_copies_drafts_or_says_that_it_has_none(llm, stock, capsys):
-    (expected,) = llm.generate("the cat", SamplingParams(max_tokens=24, mode="ar"))
-    arguments = ["generate", "--model", str(stock), "--max-tokens", "24"]
-    assert main([*arguments, "--prompt", "the cat"]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{expected.text}\n"
-    tokens = len(expected.token_ids)
-    assert "trained on masks" not in err
-    assert err.splitlines()[-1].startswith(f"{tokens} tokens in ")
-    assert main([*arguments, "--mode", "paper", "--prompt", "the cat"]) == 0
-    *notices, last = capsys.readouterr().err.splitlines()
-    assert sum("was not trained on masks" in line for line in notices) == 1
-    assert last.startswith(f"{tokens} tokens in {tokens} forwards ")
-    with pytest.raises(InputError, match=r"^--draft: .* was not trained on masks"):
-        generate.load({"model": arguments[2], "draft": "masks"})
-
-
-def test_without_model_the_embedded_one(tmp_path, monkeypatch, capsys, checkpoint):
+def test_without_model_the_embedded_one(monkeypatch, capsys, checkpoint, expected):
     monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", checkpoint)
     assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 0
-    assert capsys.readouterr().out
-    monkeypatch.setattr("wedlm_jax.checkpoint.open.EMBEDDED_MODEL", tmp_path / "embedded")
-    assert main(["generate", *SHAPE, "--prompt", "the cat"]) == 2
-    assert "no model is included in this installation" in capsys.readouterr().err
+    assert capsys.readouterr().out == f"{expected.text}\n"
 
 
 # --- the help ----------------------------------------------------------------------------

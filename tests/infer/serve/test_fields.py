@@ -107,16 +107,13 @@ def test_what_is_not_supported_may_be_given_if_it_asks_for_nothing():
 # --- refusals, over HTTP ------------------------------------------------------------------
 
 PROMPT = "prompt: expected a text, a list of token ids, a list of texts, or a list of lists of"
-NUMBER = "temperature: input should be a valid number"
 NOT = {"not": {}}
 
 
 TEXT_FIELDS = [
     ({"temperature": -1}, "temperature: expected a number from 0 to 1,000,000"),
-    ({"temperature": "warm"}, NUMBER),
-    ({"temperature": True}, NUMBER),
+    ({"temperature": True}, "temperature: input should be a valid number"),
     ({"top_k": 1.0}, "top_k: input should be a valid integer"),
-    ({"seed": "1"}, "seed: input should be a valid integer"),
     ({"ignore_eos": 1}, "ignore_eos: input should be a valid boolean"),
     ({"temprature": 1}, "unknown field 'temprature'; did you mean 'temp"),
     ({"max_tokens": 9999}, "max_tokens 9999 exceed max_model_len 1024"),
@@ -124,7 +121,6 @@ TEXT_FIELDS = [
     ({"prompt": []}, "prompt: expected at least one"),
     ({"prompt": ""}, "the prompt has no tokens"),
     ({"prompt": {"a": 1}}, PROMPT),
-    ({"prompt": [5, "a"]}, PROMPT),
     ({"prompt": None}, PROMPT),
     ({"prompt": [5, 99999]}, "token id 99999 lies outside the vocabulary"),
     ({"prompt": "\ud800"}, "not UTF-8"),
@@ -147,11 +143,9 @@ CHAT_FIELDS = [
         "top_logprobs: expected an integer from 0 to 20, not 99",
     ),
     ({"max_completion_tokens": 3, "max_tokens": 3}, "means the same as max_tokens"),
-    ({"max_completion_tokens": 9999}, "exceed max_model_len 1024"),
     ({"max_completion_tokens": 0}, "max_tokens: expected an integer of at least 1"),
     ({"prompt": "x"}, "unknown field 'prompt'"),
     # Formats, by the name that the body gives them.
-    ({"json_schema": NOT}, 'json_schema: Unimplemented keys: ["not"]'),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}},
         'json_schema: Unimplemented keys: ["not"]',
@@ -161,9 +155,7 @@ CHAT_FIELDS = [
     ({"response_format": JSON_OBJECT, "mode": "paper"}, "json_schema: expected mode"),
     ({"structured_outputs": {"json": NOT}}, 'json_schema: Unimplemented keys: ["not"]'),
     ({"regex": "a", "response_format": JSON_OBJECT}, "regex: cannot be combined"),
-    ({"regex": "(?=a)"}, "regex: look-around"),
     ({"structured_outputs": {"regex": "(?=a)"}}, "regex: look-around"),
-    ({"regex": "a", "mode": "paper"}, "regex: expected mode verified or ar"),
 ]
 IMAGE = {"role": "user", "content": [{"type": "image_url"}]}
 BAD_MESSAGES = [
