@@ -20,6 +20,7 @@ from wedlm_jax.attention.ragged import RAGGED_BACKENDS
 from wedlm_jax.completion import Completion
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.engine.config import DEFAULT_WINDOW, EngineConfig
+from wedlm_jax.errors import InputError
 from wedlm_jax.params import MODES, OPTIONS, SamplingParams
 
 LOAD = generate.load
@@ -115,6 +116,11 @@ def test_the_token_that_ends_a_text_is_shown(llm, capsys):
     _print_logprobs(llm, Completion("", [end], "stop", 1, 1, logprobs))
     name = repr(llm.tokenizer.convert_ids_to_tokens(end))
     assert capsys.readouterr().err.split() == ["-0.500", name, name, "-0.50"]
+
+
+def test_drafts_that_a_model_cannot_give_are_refused(stock):
+    with pytest.raises(InputError, match=rf"^--draft: {stock} was not trained on masks"):
+        LOAD({"model": str(stock), "draft": "masks"})
 
 
 def test_without_model_the_embedded_one(monkeypatch, capsys, checkpoint, expected):

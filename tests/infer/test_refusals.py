@@ -43,7 +43,6 @@ REFUSED = {
         "--prompt a --max-tokens 320": "exceed max_model_len 320",
         "--prompt a --model /no/such": "/no/such: no such folder",
         "--prompt a --model BARE": "bare has no tokenizer",
-        "--prompt a --model STOCK --draft masks": "--draft: STOCK was not trained on masks",
         "--chat --prompt a --model BARE": "bare has no tokenizer",
     },
     "generate --compile-only": {

@@ -32,26 +32,23 @@ def asked(*contents):
 
 
 def test_a_turn_computes_its_new_tokens_alone(llm, conversation):
+    """The model is given what the template says, in the tokens that it has said itself."""
     llm.engine.scheduler.forget_prefixes()
-    before = []
+    said, before = [], []
     for message in ("the cat sat on the mat", "one two", "three four"):
+        text = conversation._rendered([*conversation.messages, *asked(message)])
+        ids = conversation._encoded(text)
+        # An answer may end within a character, which its text leaves out.
+        assert llm.tokenizer.decode(ids).replace("\ufffd", "") == text.replace("\ufffd", "")
+        assert ids[: len(said)] == said
         answer = ask(conversation, message)
         # Whole pages are kept, and the last token of a text is never one of theirs.
         page = llm.engine.settings.page_size
         assert answer.num_cached_tokens >= (len(before) - 1) // page * page
         _, before = conversation._past
+        kept = answer.token_ids[: len(answer.token_ids) - (answer.finish_reason == "stop")]
+        said = [*ids, *kept]
     assert answer.num_cached_tokens > 0
-
-
-def test_the_model_is_given_what_the_template_says(llm, conversation):
-    first = ask(conversation, "the cat")
-    text = conversation._rendered([*asked("the cat", first.text or ""), *asked("and?")])
-    ids = conversation._encoded(text)
-    # An answer may end within a character, which its text leaves out.
-    assert llm.tokenizer.decode(ids).replace("\ufffd", "") == text.replace("\ufffd", "")
-    prompt = llm.chat_prompt(asked("the cat"))
-    kept = first.token_ids[: len(first.token_ids) - (first.finish_reason == "stop")]
-    assert ids[: len(prompt) + len(kept)] == [*prompt, *kept]
 
 
 def test_a_system_message_stands_in_front_and_may_change(llm, conversation):
