@@ -1,4 +1,4 @@
-"""Tests what a forward decides: tokens to commit, masks to fill, and the width of a window."""
+"""Which masks a forward fills where rounding could decide, and windows that get narrower."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.windows import SLOTS, WINDOW, Decoding, options_of, state_of
-from wedlm_jax.decode.loop import append, with_windows
+from wedlm_jax.decode.loop import with_windows
 from wedlm_jax.decode.paper import filled_by
 from wedlm_jax.params import SamplingParams
 
@@ -50,34 +50,6 @@ def test_a_paper_window_forgets_what_does_not_fit():
     assert narrowed("paper", before, 2) == ([9, None, 10], 4)
     # Token by token: the last token of the text is computed again.
     assert narrowed("paper", before, 0) == ([8], 3)
-
-
-grow = jax.jit(append)
-
-
-@given(
-    new=st.lists(st.integers(0, 4), min_size=5, max_size=5),
-    count=st.integers(0, 5),
-    room=st.integers(1, 5),
-)
-def test_a_text_grows_to_its_first_stop_or_its_length(new, count, room):
-    """Token 1 is a stop."""
-    params = SamplingParams(mode="paper", max_tokens=2 + room)
-    one = Decoding((5, 6), (7, 8), (None,), params)
-    tokens, counts = jnp.array([new, [0] * 5]), jnp.array([count, 0])
-    state = state_of([one], emitted=6)
-    after = grow(state, options_of([one]), tokens, None, counts, jnp.zeros(2, jnp.int32))
-    expected = new[: min(count, room)]
-    stopped = 1 in expected
-    if stopped:
-        expected = expected[: expected.index(1) + 1]
-    length = 4 + len(expected)
-    assert after.text[0, :length].tolist() == [5, 6, 7, 8, *expected]
-    assert int(after.text_length[0]) == length
-    assert after.emitted.tokens[0, : len(expected)].tolist() == expected
-    assert int(after.emitted.count[0]) == len(expected)
-    assert bool(after.stopped[0]) == stopped
-    assert bool(after.running[0]) == (not stopped and len(expected) < room)
 
 
 @pytest.mark.parametrize(

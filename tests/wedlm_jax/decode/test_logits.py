@@ -1,33 +1,16 @@
-"""Bias, penalties, minimum length, bad words and grammars of flat rows, against NumPy and against
-autoregressive decoding; and that a program without them has nothing of them."""
+"""A program without bias, penalties, minimum length and bad words has nothing of them. What they do
+is compared in test_loop.py and test_verified.py."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.examples.windows import (
-    ALL_TRAITS,
-    LONGEST_TEXT,
-    VOCAB,
-    WINDOW,
-    Decoding,
-    forward_of,
-    rows_of,
-    sequences,
-    some_logits,
-)
+from tests.examples.windows import ALL_TRAITS, LONGEST_TEXT, VOCAB, WINDOW, Decoding, rows_of
 from tests.jaxpr_shapes import arrays_in, equations_in
 from wedlm_jax.decode.logits import adjusted_logits, token_use
-from wedlm_jax.decode.options import (
-    HostOptions,
-    Traits,
-    all_allowed,
-    allowed_tokens,
-)
+from wedlm_jax.decode.options import HostOptions, Traits, all_allowed, allowed_tokens
 from wedlm_jax.decode.state import idle_state
 from wedlm_jax.params import SamplingParams
 
@@ -37,29 +20,6 @@ PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_pena
 @jax.jit
 def adjust(logits, state, options, rows):
     return adjusted_logits(logits, state, options, rows, token_use(state, options, VOCAB))
-
-
-def adjusted_rows(some, logits):
-    given_rows, named = forward_of(some)
-    return np.asarray(adjust(logits, *given_rows)), named
-
-
-@given(one=sequences("verified"), seed=st.integers(0, 2**16))
-def test_a_verified_row_is_the_autoregressive_row_of_its_drafts(one, seed):
-    """To the last bit: the tokens that it chooses are those of autoregressive decoding."""
-    logits = some_logits(seed)
-    drafts = [token for token in one.window[1:] if token is not None]
-    in_window, named = adjusted_rows([one] * 3, logits)
-    for row, (_, slot, is_mask) in enumerate(named):
-        if is_mask:
-            continue
-        completion = (*one.completion, *drafts[: slot - 1])
-        params = dataclasses.replace(one.params, mode="ar")
-        last = (one.prompt + completion)[-1]
-        alone = Decoding(one.prompt, completion, (last,), params)
-        again = np.zeros_like(logits)
-        again[0] = logits[row]
-        np.testing.assert_array_equal(in_window[row], adjusted_rows([alone] * 3, again)[0][0])
 
 
 def traced(traits):

@@ -4,8 +4,9 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
 
-from tests.examples.windows import ALL_TRAITS, VOCAB
+from tests.examples.windows import ALL_TRAITS, VOCAB, option_params
 from wedlm_jax.decode.options import (
     HostOptions,
     Options,
@@ -15,7 +16,7 @@ from wedlm_jax.decode.options import (
     check_options,
 )
 from wedlm_jax.errors import InputError
-from wedlm_jax.params import OPTIONS, SamplingParams
+from wedlm_jax.params import SamplingParams
 
 PLAIN = SamplingParams(mode="paper", max_tokens=12)
 WINDOW, LOOKUP = 4, 6
@@ -78,40 +79,9 @@ def test_traits_are_those_that_programs_differ_by():
     assert there == {"window", "stop_ids", "max_tokens"}
 
 
-def test_every_number_of_the_parameters_has_its_array():
-    arrays = abstract_options(2, TRAITS, VOCAB)
-    for name, option in OPTIONS.items():
-        if option.array:
-            assert getattr(arrays, name).dtype == option.array
-            assert option.trait is None or isinstance(getattr(ALL_TRAITS, option.trait), bool)
-    for field in dataclasses.fields(Options):
-        assert getattr(arrays, field.name).shape[0] == 2
-
-
-RICH = SamplingParams(
-    mode="verified",
-    temperature=0.5,
-    top_p=0.75,
-    top_k=3,
-    min_p=0.25,
-    max_tokens=9,
-    min_tokens=2,
-    seed=2**32 - 1,
-    entropy_threshold=None,
-    position_penalty=0.5,
-    draft="lookup",
-    draft_budget=1.5,
-    repetition_penalty=1.5,
-    presence_penalty=0.5,
-    frequency_penalty=-0.5,
-    logit_bias={7: 1.5, 3: -2},
-    bad_words=((3, 4, 5), (6,)),
-)
-
-
-def filled(traits=TRAITS):
-    host = HostOptions(3, traits)
-    host.set(1, RICH, window=WINDOW, stops=(1, 5), lookup=LOOKUP)
+def filled(params):
+    host = HostOptions(3, TRAITS)
+    host.set(1, params, window=WINDOW, stops=(1, 5), lookup=LOOKUP)
     return host
 
 
@@ -123,13 +93,14 @@ def assert_same(ours, theirs):
             np.testing.assert_array_equal(one, two)
 
 
-def test_a_place_is_given_on_without_a_trace():
-    host = filled()
+@given(params=option_params("verified"))
+def test_a_place_is_given_on_without_a_trace(params):
+    host = filled(params)
     before = host.options()
     endless = SamplingParams(max_tokens=10**12, top_k=10**12, temperature=1.0)
     host.set(1, endless, window=WINDOW, stops=())
     assert host.options().max_tokens[1] == 2**31 - 1
-    assert before.max_tokens[1] == RICH.max_tokens, "what was handed out does not change"
+    assert before.max_tokens[1] == params.max_tokens, "what was handed out does not change"
     host.set(1, PLAIN, window=2, stops=())
     fresh = HostOptions(3, TRAITS)
     fresh.set(1, PLAIN, window=2, stops=())
@@ -138,9 +109,10 @@ def test_a_place_is_given_on_without_a_trace():
     assert_same(host.options(), HostOptions(3, TRAITS).options())
 
 
-def test_other_traits_hold_the_same_sequences_or_leave_them_out():
-    host = filled()
-    narrow = host.with_traits(Traits.of(RICH, WINDOW, LOOKUP))
+@given(params=option_params("verified"))
+def test_other_traits_hold_the_same_sequences_or_leave_them_out(params):
+    host = filled(params)
+    narrow = host.with_traits(Traits.of(params, WINDOW, LOOKUP))
     assert narrow.options().position_penalty is None
     assert_same(narrow.with_traits(TRAITS).options(), host.options())
     plain = Traits.of(PLAIN, WINDOW)

@@ -10,36 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples.windows import (
-    ALL_TRAITS,
-    VOCAB,
-    Decoding,
-    rows_of,
-    state_of,
-)
+from tests.examples.windows import ALL_TRAITS, VOCAB, Decoding, rows_of, state_of
 from tests.jaxpr_shapes import equations_in
 from tests.reference import sampling as reference
-from tests.reference.logit_options import logprobs
 from wedlm_jax.decode import sampling
-from wedlm_jax.decode.logprobs import token_logprobs
 from wedlm_jax.decode.options import HostOptions
-from wedlm_jax.decode.sampling import (
-    Limits,
-    choose_tokens,
-    largest,
-    truncate,
-)
+from wedlm_jax.decode.sampling import Limits, choose_tokens, truncate
 from wedlm_jax.params import SamplingParams
 
 seeds = st.integers(0, 2**16)
 QWEN = 151_936
-
-
-@given(seed=seeds, levels=st.integers(1, 9))
-def test_the_first_of_the_largest_is_found(seed, levels):
-    values = np.random.default_rng(seed).integers(0, levels, (6, VOCAB)).astype(np.float32)
-    values[values == 0] = -np.inf
-    np.testing.assert_array_equal(largest(jnp.array(values)), values.argmax(axis=1))
 
 
 # --- truncation ------------------------------------------------------------------------------
@@ -156,18 +136,3 @@ def test_no_program_sorts_and_none_has_more_than_it_needs():
 
 
 # --- log-probabilities -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [0, 3, VOCAB + 2])
-def test_log_probabilities_equal_numpy(k):
-    """Where there are fewer tokens than asked for, the rest is empty."""
-    logits = np.random.default_rng(k).normal(size=(5, VOCAB)).astype(np.float32)
-    logits[:, VOCAB - 1] = -np.inf
-    found = token_logprobs(jnp.array(logits), jnp.arange(5), k)
-    for row in range(5):
-        chosen, best = logprobs(logits[row], row, k)
-        assert float(found.chosen[row]) == pytest.approx(chosen, abs=1e-5)
-        assert found.top_ids[row, :VOCAB].tolist() == [token for token, _ in best]
-        np.testing.assert_allclose(found.top[row, :VOCAB], [p for _, p in best], atol=1e-5)
-    assert found.top.shape == (5, k) == found.top_ids.shape
-    assert (found.top[:, VOCAB:] == -np.inf).all()
