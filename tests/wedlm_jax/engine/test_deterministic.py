@@ -6,14 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from tests.examples.decode import (
-    TINY,
-    in_mode,
-    random_cases,
-    run,
-    say_the_same,
-    small_engine,
-)
+from tests.examples.decode import TINY, in_mode, random_cases, run, say_the_same, small_engine
 from tests.forward_sizes import usual_sizes
 from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
@@ -21,20 +14,13 @@ from wedlm_jax.params import SamplingParams
 PARAMS = [SamplingParams(mode=mode, temperature=1.0, top_k=3) for mode in ("verified", "ar")]
 
 
-def in_bfloat16(model):
-    graph, parameters = nnx.split(model)
-    narrow = nnx.State.from_flat_path(
-        {
-            path: leaf.replace(leaf[...].astype(jnp.bfloat16))
-            for path, leaf in parameters.flat_state()
-        }
-    )
-    return nnx.merge(graph, narrow)
+def in_bfloat16(config):
+    return Transformer(config, rngs=nnx.Rngs(3), dtype=jnp.dtype("bfloat16"))
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_model):
-    return small_engine(in_bfloat16(tiny_model), PARAMS, window_size=16, deterministic=True)
+def engine():
+    return small_engine(in_bfloat16(TINY), PARAMS, window_size=16, deterministic=True)
 
 
 def test_verified_equals_autoregressive_alone_and_together(engine):
@@ -49,11 +35,6 @@ def test_verified_equals_autoregressive_alone_and_together(engine):
     assert run(engine, reseeded) != expected[1::2]
 
 
-def test_one_size_serves_every_forward(engine):
-    sizes = engine.device.settings.program(engine._traits()).sizes
-    assert (len(sizes.tokens), len(sizes.head)) == (1, 1)
-
-
 WIDER = dataclasses.replace(
     TINY, vocab_size=512, mask_token_id=511, hidden_size=64, intermediate_size=160, head_dim=16
 )
@@ -64,11 +45,9 @@ WIDER = dataclasses.replace(
 @pytest.mark.parametrize("sequences", [1, 4])
 def test_every_program_computes_the_same_to_the_bit(sequences):
     """Whoever is there: programs are compiled for those alone, at the sizes that users get."""
-    model = Transformer(WIDER, rngs=nnx.Rngs(3), dtype=jnp.dtype("bfloat16"))
+    sizes = {"window_size": 16, "max_batch_size": sequences}
     with usual_sizes():
-        engine = small_engine(
-            model, [], window_size=16, max_batch_size=sequences, deterministic=True
-        )
+        engine = small_engine(in_bfloat16(WIDER), [], **sizes, deterministic=True)
         batch = random_cases(12, 4, window=16, draft_budget=6.0, logprobs=2)
         alone = [in_mode(case, "ar") for case in batch]
         expected = run(engine, alone)

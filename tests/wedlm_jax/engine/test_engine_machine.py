@@ -3,17 +3,15 @@ each gets the tokens that it gets alone."""
 
 import hypothesis.strategies as st
 import pytest
-from flax import nnx
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.examples.decode import TINY, assert_logprobs_near, say_the_same, small_engine
+from tests.examples.decode import assert_logprobs_near, say_the_same, small_engine
 from tests.examples.grammar import RandomAutomata
 from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.engine import plan
 from wedlm_jax.engine.interface import Failed, Finished, Request, TokenDelta
 from wedlm_jax.errors import InputError
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
 
 MODES = ("paper", "verified", "ar")
@@ -23,16 +21,15 @@ STEMS = [[2 + (5 * stem + i * i) % 20 for i in range(20)] for stem in range(2)]
 
 
 @pytest.fixture(scope="module")
-def engines():
+def engines(tiny_model):
     """One with pages for hardly two sequences, three of which decode together; and one for a
     sequence alone. Both at one size, so that their tokens are equal to the bit. Programs have
     log-probabilities only while somebody asks for them."""
-    model = Transformer(TINY, rngs=nnx.Rngs(7))
     options = {"max_batch_size": 3, "lookup": 3, "deterministic": True}
     options["grammars"] = RandomAutomata()
     short = {"num_pages": 22, "max_model_len": 40, "backup_masks": 3}
-    small = small_engine(model, EXPECTED, **options, **short)
-    return small, small_engine(model, EXPECTED, **options)
+    small = small_engine(tiny_model, EXPECTED, **options, **short)
+    return small, small_engine(tiny_model, EXPECTED, **options)
 
 
 class Machine(RuleBasedStateMachine):

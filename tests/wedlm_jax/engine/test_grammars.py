@@ -1,39 +1,32 @@
-"""Sequences under a grammar: in it, in any company, and in mode "verified" what "ar" says."""
+"""Sequences under a grammar say what autoregressive decoding would, in any company, or fail."""
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples.decode import (
-    BATCH,
     SAFE_MARGIN,
     TINY,
     Case,
     cases,
     events_of,
     in_mode,
-    on_mesh,
     requests_of,
     run,
     say_the_same,
     small_engine,
 )
-from tests.examples.grammar import END, STATES, RandomAutomata, automaton_of
+from tests.examples.grammar import END, RandomAutomata, automaton_of
 from tests.reference.logit_options import adjusted
 from tests.reference.sampling import choose_token
 from tests.wedlm_jax.engine.accounts import check_accounts
-from wedlm_jax.engine.interface import Failed, Finished
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Generation
-from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.sharding import make_mesh
 
 EXPECTED = [
     SamplingParams(mode="paper", temperature=1.0, top_k=3),
@@ -62,38 +55,6 @@ def constrained(draw):
     )
 
 
-def assert_in_grammar(result, case):
-    stopped = result.finish_reason == "stop"
-    text = result.token_ids[:-1] if stopped else result.token_ids
-    state = automaton_of(case.params).walk(text)
-    assert state >= 0
-    if stopped:
-        assert result.token_ids[-1] == END
-        assert state == STATES - 1
-    else:
-        assert len(text) == case.params.max_tokens
-
-
-@given(case=constrained(), others=st.lists(cases() | constrained(), min_size=3, max_size=5))
-def test_a_sequence_is_in_its_grammar_and_the_same_in_any_company(engine, case, others):
-    batch = [*others[:2], case, *others[2:]]
-    results = run(engine, batch)
-    assert results[2] == run(engine, [case])[0]
-    for one, result in zip(batch, results, strict=True):
-        if one.params.grammar is not None:
-            assert_in_grammar(result, one)
-    assert engine.counters.pages_used == 0
-    check_accounts(engine.scheduler)
-
-
-@given(batch=st.lists(constrained(), min_size=BATCH, max_size=BATCH))
-def test_verified_says_what_ar_says(engine, batch):
-    ours, theirs = (
-        run(engine, [in_mode(case, mode) for case in batch]) for mode in ("verified", "ar")
-    )
-    assert all(map(say_the_same, ours, theirs))
-
-
 def in_plain_python(forward, case):
     """What autoregressive decoding says, and the smallest margin of its choices."""
     automaton, out, least = automaton_of(case.params), list[int](), np.inf
@@ -110,29 +71,17 @@ def in_plain_python(forward, case):
     return out, least
 
 
-@given(case=constrained())
-def test_it_is_ar_decoding_with_the_other_tokens_impossible(engine, full_forward, case):
-    expected, margin = in_plain_python(full_forward, case)
-    if margin > SAFE_MARGIN:
-        assert run(engine, [case])[0].token_ids == expected
-
-
-@pytest.mark.parametrize("mode", ["verified", "ar"])
-def test_where_nothing_is_allowed_the_sequence_fails_and_no_other(engine, mode):
-    params = SamplingParams(mode=mode, max_tokens=12, regex="7")
-    batch = [Case((3 + i, 9), params, 4) for i in range(6)]
-    expected = run(engine, batch)
-    dead = Case((4, 9), dataclasses.replace(params, regex="7 dead"), 4)
-    requests = requests_of([*batch[:2], dead, *batch[3:]])
-    last = {event.number: event for event in events_of(engine, requests)}
-    failed = last.pop(2)
-    assert isinstance(failed, Failed)
-    assert isinstance(failed.error, InputError)
-    assert str(failed.error).startswith("regex: the completion cannot continue within the grammar")
-    for number, event in last.items():
-        assert isinstance(event, Finished)
-        assert say_the_same(event.result, expected[number])
+@given(some=st.lists(constrained(), min_size=2, max_size=4), others=st.lists(cases(), max_size=3))
+def test_it_is_ar_decoding_with_the_other_tokens_impossible(engine, full_forward, some, others):
+    """In mode "verified" too, and in any company."""
+    results = run(engine, [*some, *others])
+    for case, result in zip(some, results, strict=False):
+        expected, margin = in_plain_python(full_forward, case)
+        if margin > SAFE_MARGIN:
+            assert result.token_ids == expected
+            assert result.finish_reason == ("stop" if END in expected else "length")
     assert engine.counters.pages_used == 0
+    check_accounts(engine.scheduler)
 
 
 def test_the_host_follows_grammars_while_the_layers_run(engine, monkeypatch):
@@ -183,18 +132,3 @@ def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
         engine.check((3, 4), SamplingParams(max_tokens=4, regex="wrong"))
     with pytest.raises(InputError, match=r"^json_schema: needs a tokenizer"):
         autoregressive_engine.check((3, 4), SamplingParams(max_tokens=4, json_schema={}))
-
-
-@pytest.mark.full
-def test_on_a_mesh_they_are_what_they_are_on_one_device():
-    config = dataclasses.replace(TINY, num_attention_heads=4, num_key_value_heads=2)
-    model = Transformer(config, rngs=nnx.Rngs(7))
-    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
-    options = {"deterministic": True, "grammars": RandomAutomata()}
-    batch = [
-        Case((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
-        for i, mode in enumerate(["verified", "ar", "verified"] * 3)
-    ]
-    expected = run(small_engine(model, EXPECTED[1:], **options), batch)
-    sharded = run(small_engine(on_mesh(model, mesh), EXPECTED[1:], mesh=mesh, **options), batch)
-    assert all(map(say_the_same, sharded, expected))

@@ -5,22 +5,10 @@ import random
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import HealthCheck, settings
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from tests.wedlm_jax.engine.accounts import check_accounts
-from tests.wedlm_jax.engine.fake_device import (
-    WINDOW,
-    FakeDevice,
-    decode_alone,
-    small_sizes,
-)
+from tests.wedlm_jax.engine.fake_device import WINDOW, FakeDevice, decode_alone, small_sizes
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
 from wedlm_jax.engine.scheduler import Scheduler
 from wedlm_jax.engine.windows import WindowChoice

@@ -21,7 +21,7 @@ from wedlm_jax.decode import spans
 from wedlm_jax.engine import probe
 from wedlm_jax.engine.config import EngineConfig
 from wedlm_jax.engine.engine import Engine
-from wedlm_jax.engine.interface import Failed, Finished, Request
+from wedlm_jax.engine.interface import Finished, Request
 from wedlm_jax.engine.probe import _timed_prompt, interpolated, spread
 from wedlm_jax.engine.windows import AutoWindows, WindowChoice
 from wedlm_jax.params import SamplingParams
@@ -51,80 +51,39 @@ class ComeAndGo(WindowChoice):
         ]
 
 
-def come_and_go_engine(model, expected, **options):
-    """An engine with few pages: sequences are put back, with windows and without."""
-    sizes = {"num_pages": 26, "max_model_len": 48}
-    engine = small_engine(
-        model, expected, window_size="auto", lookup=5, deterministic=True, **sizes, **options
-    )
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    """With few pages: sequences are put back, with windows and without."""
+    expected = [SamplingParams(mode=mode, temperature=1.0) for mode in ("paper", "verified")]
+    expected.append(SamplingParams(regex="0"))
+    options = {"window_size": "auto", "lookup": 5, "num_pages": 26, "deterministic": True}
+    engine = small_engine(tiny_model, expected, grammars=RandomAutomata(), **options)
     engine.windows = ComeAndGo(4, 5)
     engine.expect(expected)
     engine.release()
-    engine.update(model)
+    engine.update(tiny_model)
     engine.compile()
     return engine
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model):
-    expected = [SamplingParams(mode=mode, temperature=1.0) for mode in ("paper", "verified")]
-    return come_and_go_engine(tiny_model, expected)
-
-
-def decode(engine, requests):
-    """Results in order, and the windows that the device had room for."""
-    results = {}
-    rooms = set()
-    waiting = list(requests)
-    while waiting or engine.has_work:
-        for event in engine.step(waiting[:2], max_forwards=2, ahead=True):
-            assert not isinstance(event, Failed)
-            if isinstance(event, Finished):
-                results[event.number] = event.result
-        waiting = waiting[2:]
-        rooms.add(engine.device._room.window)
-    return [results[request.number] for request in requests], rooms
-
-
-def test_windows_that_come_and_go_change_no_token_and_compile_nothing(
-    engine, autoregressive_engine
-):
+def test_windows_that_come_and_go_change_no_token_and_compile_nothing(engine):
+    """Of sequences with a grammar and without."""
     batch = [
-        in_mode(case, ("verified", "verified", "ar")[i % 3])
-        for i, case in enumerate(random_cases(12, 3, draft_budget=4.0))
+        in_mode(case, ("verified", "verified", "ar")[i % 3], regex=str(i) if i % 4 == 0 else None)
+        for i, case in enumerate(random_cases(12, 3, draft_budget=4.0, ignore_eos=False))
     ]
     requests = [dataclasses.replace(one, window=None) for one in requests_of(batch)]
-    programs = engine.num_programs
-    results, rooms = decode(engine, requests)
+    programs, rooms, ended = engine.num_programs, set(), {}
+    for event in events_of(engine, requests, max_forwards=2, ahead=True):
+        rooms.add(engine.device._room.window)
+        if isinstance(event, Finished):
+            ended[event.number] = event.result
+    results = [ended[request.number] for request in requests]
     assert rooms == {0, engine.settings.window}
     assert engine.num_programs == programs
-    expected = run(autoregressive_engine, [in_mode(case, "ar") for case in batch])
+    expected = run(engine, [in_mode(case, "ar") for case in batch])
     assert all(map(say_the_same, results, expected))
     assert all(sum(result.drafts[at] for result in results) for at in (0, 2)), "of both kinds"
-
-
-@pytest.mark.full
-def test_grammars_hold_while_windows_come_and_go(tiny_model):
-    expected = [SamplingParams(mode=mode, regex="0") for mode in ("verified", "ar")]
-    engine = come_and_go_engine(tiny_model, expected, grammars=RandomAutomata())
-
-    def decoded(mode):
-        params = SamplingParams(mode=mode, max_tokens=20, draft_budget=100.0, seed=1)
-        results, rooms = decode(
-            engine,
-            [
-                Request(i, (3 + i, *range(4, 22)), dataclasses.replace(params, regex=str(i)))
-                for i in range(12)
-            ],
-        )
-        return [result.token_ids for result in results], rooms
-
-    ours, rooms = decoded("verified")
-    assert rooms == {0, engine.settings.window}
-    assert engine.counters.preemptions > 0
-    theirs, rooms = decoded("ar")
-    assert ours == theirs
-    assert rooms == {0}
 
 
 @pytest.mark.full
