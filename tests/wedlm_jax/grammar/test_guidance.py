@@ -89,18 +89,14 @@ def test_behind_drafts_stands_what_stands_there_step_by_step(grammars, codec):
     assert matcher.consume_tokens(drafts)
 
 
-@pytest.mark.parametrize(
-    "text", ['{"a": 1, "b": "x"}', '{"a":1,"b":"x"}', json.dumps({"a": 1, "b": "x"}, indent=4)]
-)
-def test_json_may_be_written_as_it_usually_is(grammars, codec, text):
-    matcher = grammars.matcher(SamplingParams(json_schema={"type": "object"}))
-    assert matcher.consume_tokens(codec.encode(text))
-    assert matcher.is_accepting()
-
-
-def test_spaces_come_to_an_end(grammars, codec):
-    matcher = grammars.matcher(SamplingParams(json_schema={"type": "object"}))
-    assert not matcher.consume_tokens(codec.encode('{  "a": 1'))
+def test_json_may_be_written_as_it_usually_is_and_spaces_come_to_an_end(grammars, codec):
+    params = SamplingParams(json_schema={"type": "object"})
+    indented = json.dumps({"a": 1, "b": "x"}, indent=4)
+    for text in ('{"a": 1, "b": "x"}', '{"a":1,"b":"x"}', indented):
+        matcher = grammars.matcher(params)
+        assert matcher.consume_tokens(codec.encode(text))
+        assert matcher.is_accepting()
+    assert not grammars.matcher(params).consume_tokens(codec.encode('{  "a": 1'))
 
 
 @pytest.mark.parametrize(
