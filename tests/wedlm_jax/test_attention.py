@@ -203,6 +203,27 @@ def test_rows_of_other_samples_have_their_own_tiles():
     assert_equal_to_dense(mask, probed_qkv(2 * 384, batch=2), "splash", 3e-5, tile=128)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("implementation", ["blockwise", "splash"])
+@pytest.mark.parametrize("some_blocks", [False, True])
+def test_long_rows_of_several_tiles_equal_dense(implementation, some_blocks):
+    """Tiles of their full size, streams that are no multiple of them, ragged segments, and blocks
+    that leap."""
+    length, block = 640, 32
+    segments = np.zeros((2, length), np.int32)
+    segments[0, :200], segments[0, 224:320], segments[0, 320:620] = 1, 2, 3
+    segments[1, :630] = 1
+    mask, places = DualStreamMask(jnp.asarray(segments), block), length // block
+    if some_blocks:
+        blocks = [[2, 5, 6, 9, 13, 14, 15, 20, 20], [0, 8, 9, 10, 15, 16, 17, 18, 19]]
+        mask, places = DualStreamMask.of_blocks(mask.segment_ids, block, jnp.array(blocks)), 9
+    tile = 128 if implementation == "splash" and some_blocks else 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "attend_blockwise", partial(attend_blockwise, tile=128))
+        qkv = probed_qkv(length + places * block, batch=2)
+        assert_equal_to_dense(mask, qkv, implementation, 3e-5, tile)
+
+
 def visited_tiles(kernel):
     """bool ``[query tile, key tile]`` of the forward pass."""
     lists = kernel.fwd_mask_info

@@ -10,7 +10,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples.decode import TINY, Case, run, small_engine
+from tests.examples.decode import TINY, Case, requests_of, run, small_engine
 from wedlm_jax.attention.pages import Int8Rows, to_float, to_int8
 from wedlm_jax.llm import LLM
 from wedlm_jax.masks import CausalMask
@@ -47,6 +47,35 @@ def cases_in(mode):
         Case(prompt, SamplingParams(mode=mode, seed=i, **given), 4)
         for i, prompt in enumerate(PROMPTS)
     ]
+
+
+@pytest.mark.full
+def test_the_cache_is_of_bytes_and_changes_what_is_said_but_little(engine, tiny_model):
+    prompt = PROMPTS[0]
+    engine.step(requests_of(cases_in("paper")[:1]), max_forwards=2)
+    pages, table = engine.device._pages, engine.scheduler._table[0]
+    assert isinstance(pages, Int8Rows)
+    assert pages.values.dtype == jnp.int8
+    tokens, positions = jnp.array([[*prompt]]), jnp.arange(len(prompt))[None]
+    exact = tiny_model(tokens, positions, CausalMask())
+    rounded = tiny_model(tokens, positions, CausalMask(), int8_kv=True)
+    assert 0 < jnp.abs(rounded - exact).max() < 0.05 * jnp.abs(exact).max()
+
+    # What the cache holds of layer 0 are its keys and values, in steps.
+    def attend(kept, layer, q, k, v):
+        return q, [jnp.where(layer == 0, new, old) for new, old in zip((k, v), kept, strict=True)]
+
+    shape = (len(prompt), TINY.num_key_value_heads, TINY.head_dim)
+    _, kept = tiny_model.run(tokens[0], positions[0], attend, [jnp.zeros(shape)] * 2)
+    size = engine.settings.page_size
+    for head, expected in enumerate(to_int8(x[:, 0]) for x in kept):
+        for place in range(len(prompt)):
+            page, offset = table[place // size], place % size
+            found = np.array(pages.values[page, offset, head], int)
+            assert np.abs(found - np.array(expected.values[place], int)).max() <= 1
+            found_scale = float(pages.scales[page, offset, head])
+            assert found_scale == pytest.approx(float(expected.scales[place]), 1e-5)
+    engine.step(aborted=[0])
 
 
 def test_verified_sequences_have_the_tokens_of_autoregressive_ones(engine):

@@ -1,5 +1,5 @@
 """Which backend runs where, and attention over pages whose heads are cut over devices; the TPU
-kernel, interpreted, against a loop over queries and heads."""
+kernel, interpreted, against a loop over queries and heads, and an engine with it."""
 
 import dataclasses
 import re
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.examples.decode import TINY
@@ -23,7 +24,13 @@ from wedlm_jax.attention.ragged import (
     token_places,
     write_pages,
 )
+from wedlm_jax.engine import settings
+from wedlm_jax.engine.config import EngineConfig
+from wedlm_jax.engine.engine import Engine
+from wedlm_jax.engine.interface import Request
 from wedlm_jax.errors import InputError
+from wedlm_jax.model import Transformer
+from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh, on_replicas
 
 WIDE = dataclasses.replace(TINY, head_dim=128)
@@ -178,3 +185,36 @@ def test_heads_of_the_kernel_are_cut_over_devices():
         placed = jax.device_put(example.arguments(), places)
         of_replica = partial(run, num_pages=NUM_PAGES)
         check(example, *jax.jit(on_replicas(of_replica, whole=()))(*placed), 2e-5)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("backup", [0, 3])
+def test_an_engine_decodes_as_with_the_plain_backend(monkeypatch, backup):
+    """Four places for three prompts: one place is empty from the start, and more become so, while a
+    prompt of several chunks is computed beside windows."""
+    model = Transformer(dataclasses.replace(WIDE, num_key_value_heads=2), rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(i, tuple(rng.integers(2, 22, length).tolist()), params, 4)
+        for i, (length, params) in enumerate(
+            [
+                (3, SamplingParams(mode="verified", max_tokens=4, ignore_eos=True)),
+                (21, SamplingParams(mode="paper", max_tokens=9, ignore_eos=True)),
+                (6, SamplingParams(mode="ar", max_tokens=12, ignore_eos=True)),
+            ]
+        )
+    ]
+
+    sizes = {"max_batch_size": 4, "page_size": 4, "chunk_tokens": 8}
+    config = EngineConfig(window_size=4, lookup=0, backup_masks=backup, **sizes)
+
+    def decoded():
+        engine = Engine(model, config)
+        engine.expect([request.params for request in requests])
+        results = engine.decode(requests)
+        return [(result.token_ids, result.num_forwards) for result in results]
+
+    expected = decoded()
+    monkeypatch.setattr(settings, "check_ragged_backend", lambda *_, **__: "rpa")
+    assert decoded() == expected

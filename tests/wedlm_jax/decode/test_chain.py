@@ -11,7 +11,8 @@ from flax import nnx
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.examples.decode import BATCH, TINY, Case, run, small_engine
+from tests.examples.decode import BATCH, TINY, Case, on_mesh, run, small_engine
+from tests.examples.training import DIVIDED
 from tests.examples.windows import SLOTS, VOCAB, options_of, sequences, state_of
 from tests.reference import sampling as reference
 from wedlm_jax.decode import chain
@@ -24,6 +25,7 @@ from wedlm_jax.engine.interface import Request
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import make_mesh
 
 COUNT, MOST = 3, 3
 """Sequences, and the most backup masks of one."""
@@ -164,6 +166,18 @@ def test_where_the_token_before_is_all_that_counts_every_draft_is_right(engine, 
     results = answers(engine, **options)
     # The first forward has no drafts yet; the others commit three, and the token after them.
     assert [one.num_forwards for one in results] == [1 + 16 // 4] * BATCH
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_drafts_are_the_same_with_the_vocabulary_divided(sizes):
+    config = dataclasses.replace(TINY, **DIVIDED)
+    model, mesh = model_of_pairs(config), make_mesh(sizes, jax.devices()[: 2 ** len(sizes)])
+    expected = answers(small_engine(model))
+    each = BATCH // sizes["data"]
+    assert answers(small_engine(on_mesh(model, mesh), mesh=mesh, max_batch_size=each)) == expected
+    # Of a vocabulary larger than the candidates, only some drafts are right.
+    assert min(one.num_forwards for one in expected) < 17
 
 
 def test_an_engine_gives_a_drafter_its_own_width_and_copies():

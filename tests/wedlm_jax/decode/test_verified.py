@@ -20,9 +20,57 @@ from tests.examples.decode import (
 )
 from tests.forward_sizes import two_sizes
 from tests.wedlm_jax.engine.accounts import check_accounts
+from wedlm_jax.checkpoint.open import EMBEDDED_MODEL
 from wedlm_jax.completion import Drafts, total_drafts
 from wedlm_jax.engine.costs import CostTable
+from wedlm_jax.engine.interface import Request
+from wedlm_jax.engine.windows import WindowChoice
+from wedlm_jax.llm import LLM
 from wedlm_jax.params import DRAFTS, SamplingParams
+from wedlm_jax.records.questions import read_questions
+from wedlm_jax.text import TextCodec
+
+# --- a trained model, whose drafts are mostly right --------------------------------------
+
+
+SMALL = {"max_batch_size": 8, "deterministic": True}
+"""One size of forwards: little is compiled."""
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    codec = TextCodec.load(EMBEDDED_MODEL)
+    regimes = read_questions(EMBEDDED_MODEL / "heldout.jsonl")
+    return [question.encode(codec) for some in regimes.values() for question in some[:3]]
+
+
+@pytest.fixture(scope="module")
+def autoregressive(prompts):
+    llm = LLM(window_size=0, **SMALL)
+    return {t: completions(llm, prompts, t, "ar")[0] for t in (0.0, 0.8)}
+
+
+def completions(llm, prompts, temperature, mode):
+    """Token ids, and the forwards of all together."""
+    llm.engine.expect([SamplingParams(mode=mode, temperature=0.8)])  # for both temperatures
+    params = SamplingParams(mode=mode, temperature=temperature, max_tokens=48)
+    results = llm.generate(prompts, params)
+    return [r.token_ids for r in results], sum(r.num_forwards for r in results)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("window", [1, 2, 4, 8, 16, 32])
+def test_the_trained_model_says_the_same_in_fewer_forwards(window, prompts, autoregressive):
+    llm = LLM(window_size=window, **SMALL)
+    for temperature, expected in autoregressive.items():
+        token_ids, forwards = completions(llm, prompts, temperature, "verified")
+        assert token_ids == expected
+        if window > 2 and temperature == 0:
+            assert sum(map(len, token_ids)) > 1.5 * forwards
+
+
+# --- any drafts --------------------------------------------------------------------------
+
 
 LOOKUP = 5
 
@@ -113,3 +161,14 @@ def test_a_loop_takes_few_forwards_and_all_is_counted(engine):
         assert result.num_token_instances == result.num_forwards + result.drafts.lookup
     new = Drafts(*(b - a for a, b in zip(before, engine.device.drafts, strict=True)))
     assert new == Drafts(lookup=45, lookup_accepted=45)
+
+
+def test_masks_alone_draft_in_windows_of_a_fixed_width():
+    def copies(window=None, widest=4, **params):
+        return WindowChoice(widest, LOOKUP).lookup(
+            Request(0, [5], SamplingParams(**params), window)
+        )
+
+    assert copies() == 0
+    assert copies(draft="lookup") == copies(draft="both") == copies(widest=0) == LOOKUP
+    assert copies(0, draft="lookup") == copies(mode="ar", widest=0) == 0

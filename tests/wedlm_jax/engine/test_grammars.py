@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ from tests.examples.decode import (
     cases,
     events_of,
     in_mode,
+    on_mesh,
     requests_of,
     run,
     say_the_same,
@@ -26,7 +29,9 @@ from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.engine.loop import EngineLoop
 from wedlm_jax.errors import InputError
 from wedlm_jax.generation import Generation
+from wedlm_jax.model import Transformer
 from wedlm_jax.params import SamplingParams
+from wedlm_jax.sharding import make_mesh
 
 EXPECTED = [
     SamplingParams(mode="paper", temperature=1.0, top_k=3),
@@ -132,3 +137,18 @@ def test_a_grammar_that_cannot_be_followed_is_refused_before_anything_runs(
         engine.check((3, 4), SamplingParams(max_tokens=4, regex="wrong"))
     with pytest.raises(InputError, match=r"^json_schema: needs a tokenizer"):
         autoregressive_engine.check((3, 4), SamplingParams(max_tokens=4, json_schema={}))
+
+
+@pytest.mark.full
+def test_on_a_mesh_they_are_what_they_are_on_one_device():
+    config = dataclasses.replace(TINY, num_attention_heads=4, num_key_value_heads=2)
+    model = Transformer(config, rngs=nnx.Rngs(7))
+    mesh = make_mesh({"data": 2, "tensor": 2}, jax.devices()[:4])
+    options = {"deterministic": True, "grammars": RandomAutomata()}
+    batch = [
+        Case((3 + i, 5, 9), SamplingParams(mode=mode, regex=str(i), max_tokens=12), 4)
+        for i, mode in enumerate(["verified", "ar", "verified"] * 3)
+    ]
+    expected = run(small_engine(model, EXPECTED[1:], **options), batch)
+    sharded = run(small_engine(on_mesh(model, mesh), EXPECTED[1:], mesh=mesh, **options), batch)
+    assert all(map(say_the_same, sharded, expected))

@@ -199,16 +199,20 @@ def test_tokens_are_held_for_a_patient_caller_and_a_last_event_is_not():
     assert caller.released(9.0) == []
 
 
-def test_the_interpreter_ends_while_a_stream_is_under_way(checkpoint):
+@pytest.mark.parametrize(
+    "last", [pytest.param("sys.exit(3)", marks=pytest.mark.full), "raise KeyboardInterrupt"]
+)
+def test_the_interpreter_ends_while_a_stream_is_under_way(checkpoint, last):
     script = f"""
+import sys
 from wedlm_jax import LLM, SamplingParams
 llm = LLM({str(checkpoint)!r}, window_size=0, max_batch_size=1)
 stream = llm.stream("the cat", SamplingParams(max_tokens=200, ignore_eos=True))
 next(stream)
-raise KeyboardInterrupt
+{last}
 """
     ended = run_python("-c", script, timeout=120)
-    assert ended.returncode == -2, ended.stderr
+    assert ended.returncode == (3 if "exit" in last else -2), ended.stderr
     assert "Fatal" not in ended.stderr
     assert "terminate" not in ended.stderr
 

@@ -6,11 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from tests.examples.decode import Case, assert_same, on_mesh, run, small_engine
+from tests.examples.decode import (
+    Case,
+    assert_same,
+    on_mesh,
+    run,
+    small_engine,
+)
 from tests.examples.training import DIVIDED, tiny_transformer
 from tests.wedlm_jax.engine.accounts import check_accounts
 from wedlm_jax.completion import total_drafts
 from wedlm_jax.engine.interface import Finished, Request, TokenDelta
+from wedlm_jax.model.quantization import quantize_weights
 from wedlm_jax.params import SamplingParams
 from wedlm_jax.sharding import make_mesh
 
@@ -109,6 +116,14 @@ def test_each_device_holds_its_own_part_of_the_cache(on_eight):
     state = on_eight.device._state
     assert state is not None
     assert {shard.data.shape[0] for shard in state.text.addressable_shards} == {2}
+
+
+@pytest.mark.full
+def test_rounded_weights_and_caches_on_a_mesh():
+    rounded = engine_of(quantize_weights(MODEL), kv_cache_dtype="int8")
+    mesh = mesh_of({"data": 2, "tensor": 2})
+    sharded = engine_of(quantize_weights(on_mesh(MODEL, mesh)), mesh, kv_cache_dtype="int8")
+    assert without_logprobs(run(sharded, CASES)) == without_logprobs(run(rounded, CASES))
 
 
 def asking(lengths):

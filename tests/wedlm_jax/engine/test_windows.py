@@ -157,6 +157,25 @@ def test_the_same_where_windows_fill_as_the_paper_says(device):
         assert ours > 0.9 * max(fixed.values()), (text, ours, fixed)
 
 
+def test_the_regimes_differ_in_what_is_best():
+    """Or the tests above would say little: windows of one width would do."""
+    best = {
+        (device, sequences, text): max(speeds, key=lambda width: speeds[width])
+        for device, sequences, text in [
+            ("cpu", 1, "low entropy"),
+            ("cpu", 1, "hopeless"),
+            ("cpu", 32, "low entropy"),
+            ("tpu", 32, "low entropy"),
+        ]
+        for speeds in [fixed_speeds(device, sequences, text, "verified")]
+    }
+    assert list(best.values()) == [8, 0, 0, 16]
+    hopeless = fixed_speeds("cpu", 8, "hopeless", "verified")
+    assert hopeless[16] < 0.2 * hopeless[0]
+    easy = fixed_speeds("tpu", 8, "low entropy", "verified")
+    assert easy[16] > 5 * easy[0]
+
+
 def test_trials_of_windows_cost_what_they_may(monkeypatch):
     """More of them cost more than the rule allows: their share of the time is what holds them
     back."""
