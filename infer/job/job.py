@@ -272,7 +272,7 @@ class Job:
         counts = finished_before(folder)
         if counts:
             # A pipe's copy, or what a killed `finish` left. The file system may be read-only now.
-            with contextlib.suppress(InputError):
+            with folder.owned(), contextlib.suppress(InputError):
                 folder.drop_leftovers()
             self.say(
                 f"{self.output.shown} is already complete, with {counted(counts.rows, 'record')}"
@@ -284,26 +284,31 @@ class Job:
 
     def end(self, folder: ShardFolder, progress: JobProgress) -> int:
         """Finishes the job if all its shards are complete, whichever process decoded them."""
-        missing, host = len(folder.shards) - len(folder.finished()), self.options.host
-        # After counting: the process that finishes a job writes `STATS` before it removes shards.
-        counts = merged_before(folder)
-        if counts is not None:
-            # Another process finished the job while this one was decoding its last shards.
-            folder.drop_leftovers()
-        elif missing:
+        host = self.options.host
+        with folder.owned():  # or what is there may be another job's
+            missing = len(folder.shards) - len(folder.finished())
+            # After counting: the process that finishes a job writes `STATS` before it removes
+            # shards.
+            counts = merged_before(folder)
+            if counts is not None:
+                # Another process finished the job while this one was decoding its last shards.
+                folder.drop_leftovers()
+        if counts is None and missing:
             who = f"{host} has done its share" if host.count > 1 else "this process is done"
             self.say(
                 f"{who}; {missing:,} of {counted(len(folder.shards), 'shard')} still unfinished: "
                 "other processes, or another run, will decode them"
             )
             return 0
-        else:
+        if counts is None:
             run = {"host": host.index, "hosts": host.count, **progress.as_json()}
             try:
                 counts = finish(folder, run, self.columns)
             except InputError:
                 # Another process may have merged and removed the shards at this very moment.
-                if (counts := merged_before(folder)) is None:
+                counts = finished_before(folder)
+                folder.check_owner()
+                if counts is None:
                     raise
         self.say(self._summary(counts, progress))
         if counts.all_bad and progress.first_bad:
@@ -378,8 +383,9 @@ def finish(folder: ShardFolder, run: dict[str, Any], columns: Columns | None = N
     }
     if folder.file is not None:
         stats["output"] = _merged(folder, manifests, folder.file, columns)
-    write_json(folder.folder / STATS, stats, folder.folder)
-    folder.drop_leftovers()
+    with folder.owned():
+        write_json(folder.folder / STATS, stats, folder.folder)
+        folder.drop_leftovers()
     return counts
 
 

@@ -180,7 +180,7 @@ class ShardFolder:
           InUse: another process is decoding it.
           InputError: another job has taken the folder.
         """
-        self._check_owner()
+        self.check_owner()
         if self.is_finished(shard):
             return None
         self.make_parts()
@@ -200,24 +200,25 @@ class ShardFolder:
           InputError: another job has taken the folder, or it cannot be written.
         """
         assert part.is_whole, "records are missing"
-        self._check_owner()
+        self.check_owner()
         self.make_parts()
         counts, digest, size = Counts(), hashlib.sha256(), 0
-        with written_beside(self.data_path(shard), self.parts) as out:
-            for line in part.lines():
-                counts.count(json.loads(line))
-                digest.update(line + b"\n")
-                size += out.write(line + b"\n")
-        manifest = {
-            "shard": shard.number,
-            "first_row": shard.first + 1,
-            "counts": counts.as_json(),
-            "bytes": size,
-            "sha256": digest.hexdigest(),
-            "job": self.identity,
-        }
-        with naming(self.folder), alone(self.folder):
-            self._check_owner()
+        with contextlib.ExitStack() as until_sealed:
+            with written_beside(self.data_path(shard), self.parts) as out:
+                for line in part.lines():
+                    counts.count(json.loads(line))
+                    digest.update(line + b"\n")
+                    size += out.write(line + b"\n")
+                # Before the file gets its name, which a shard of another job may have.
+                until_sealed.enter_context(self.owned())
+            manifest = {
+                "shard": shard.number,
+                "first_row": shard.first + 1,
+                "counts": counts.as_json(),
+                "bytes": size,
+                "sha256": digest.hexdigest(),
+                "job": self.identity,
+            }
             write_json(self.manifest_path(shard), manifest, self.parts)
         part.remove()
 
@@ -249,12 +250,13 @@ class ShardFolder:
             yield from readers.map(read, self.shards)
 
     def drop_leftovers(self) -> None:
-        """Removes what a finished job does not need: parts, the copy of a pipe, and shards that
-        were merged into a file."""
+        """Removes what a finished job does not need: parts, the copy of a pipe, what was left half
+        written, and shards that were merged into a file."""
         merged = self.file is not None
         with naming(self.folder):
             for path in _ours(self.folder):
                 is_leftover = path.name == PARTS or path.name.startswith(SPOOL)
+                is_leftover = is_leftover or path.name.endswith(".tmp")
                 if path.name not in (JOB, STATS) if merged else is_leftover:
                     _remove(path)
 
@@ -280,8 +282,23 @@ class ShardFolder:
         with contextlib.suppress(OSError):
             self.folder.rmdir()
 
-    def _check_owner(self) -> None:
-        """Checks that no other job has taken the folder, with ``overwrite``."""
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """Keeps other jobs from taking the folder, unless its file system has no locks.
+
+        Raises:
+          InputError: one has taken it.
+        """
+        with naming(self.folder), alone(self.folder):
+            self.check_owner()
+            yield
+
+    def check_owner(self) -> None:
+        """Checks that no other job has taken the folder, with ``overwrite``.
+
+        Raises:
+          InputError: one has.
+        """
         found = read_job(self.folder)
         if found is None:  # another process of this job has released it, or somebody removed it
             with naming(self.folder):
@@ -358,7 +375,9 @@ def check_file_is_new(file: Path | None, job: dict[str, Any] | None) -> None:
 
 def finished_shards(folder: Path, shards: Sequence[Shard]) -> set[int]:
     """Returns the numbers of the finished shards in ``folder``, which need not exist."""
-    names = set(os.listdir(folder)) if folder.is_dir() else set()
+    names: set[str] = set()
+    with contextlib.suppress(FileNotFoundError):
+        names.update(os.listdir(folder))
     return {
         shard.number
         for shard in shards
