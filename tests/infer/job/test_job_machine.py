@@ -31,7 +31,7 @@ from wedlm_jax.host.processes import Host
 from wedlm_jax.llm import LLM
 from wedlm_jax.params import SamplingParams
 
-SAMPLES = {"prompt": "a", "sampling": {"n": 2}}
+SAMPLES = {"prompt": "a", "sampling": {"n": 2}, "result": 0}
 REQUEST = {"custom_id": "q", "url": "/v1/completions", "body": {"prompt": "a", "max_tokens": 9}}
 RECORDS = [*words(3), SAMPLES, {"prompt": 5}, *words(2)]
 OUTPUTS = ("out", "out.jsonl", "out.parquet")
@@ -522,7 +522,10 @@ WAYS = {
     "in the company of one that is stopped": lambda at, k: [
         Run((Run("Ctrl-C", at),), of="_append")
     ],
-    "with a part removed": lambda at, k: [Run((Remove(FILES[k % 6]),), at)],
+    "with a part removed": lambda at, k: [Run((Remove(FILES[k // 3 % 6]),), at)],
+    "with a part removed when it is done": lambda at, k: [
+        *(Run(), Remove(FILES[k // 3 % 6]), Run(seed=k // 18)),
+    ],
 }
 MOST_OPERATIONS = 96
 

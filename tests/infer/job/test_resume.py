@@ -1,7 +1,6 @@
-"""Jobs that are killed or interrupted at any moment and started again, with the same hosts or with
-others: no finished record is lost, and none is decoded twice."""
+"""What a stopped or refused job says, what a damaged or another job's output does, and real
+processes that are killed; `test_job_machine` has what may happen in any order."""
 
-import itertools
 import json
 import os
 import random
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.job.part_file import FORMAT, PartFile
+from infer.job.part_file import FORMAT
 from infer.job.shard_folder import _part_records
 from tests.examples.checkpoints import edit_json
 from tests.infer.job.job_examples import (
@@ -36,223 +35,7 @@ def kept(records, total=16):
     return f"{records} of {total} records are kept in out.jsonl.shards"
 
 
-# --- death at any operation, and every way to go on -----------------------------------------
-
-
-class Killed(BaseException):
-    """In the place of SIGKILL."""
-
-
-def die_at(operation, monkeypatch):
-    """The process touches no file any more once it comes to this one of its writing operations,
-    counted from 0; appending a record is cut in the middle. Returns what it did before."""
-    done = []
-
-    def patched(name, real, half):
-        def call(*arguments, **options):
-            if len(done) == operation:
-                if half is not None:
-                    half(*arguments)
-                done.append("death")
-            if done and done[-1] == "death":
-                raise Killed
-            done.append(name)
-            return real(*arguments, **options)
-
-        return call
-
-    def half_a_row(self, number, text):
-        self._file.write(b'{"row": %d, "result": ' % number + text[: len(text) // 2])
-        self._file.flush()
-
-    for owner, name, half in (
-        (os, "replace", None),
-        (os, "fsync", None),
-        (Path, "unlink", None),
-        (Path, "mkdir", None),
-        (PartFile, "_append", half_a_row),
-    ):
-        monkeypatch.setattr(owner, name, patched(name, getattr(owner, name), half))
-    return done
-
-
-class BrokenJob:
-    """A job whose process may die.
-
-    Attributes:
-      folder: of its shards.
-    """
-
-    def __init__(self, model, output, monkeypatch):
-        self._model, self._output, self._parts = model, output, []
-        self.folder = Path(output if output == "out" else f"{output}.shards")
-        opening = Path.open
-
-        def noting(path, *arguments, **options):
-            file = opening(path, *arguments, **options)
-            if path.suffix == ".part":
-                self._parts.append(file)
-            return file
-
-        monkeypatch.setattr(Path, "open", noting)
-
-    def run(self, *options, dies_at=None):
-        """Runs it; returns its status and, if it may die, what it did."""
-        if dies_at is None:
-            fixed = ("--shard-size", "3", "--temperature", "1", "--logprobs", "1")
-            return run(self._model, *fixed, *options, output=self._output)
-        with pytest.MonkeyPatch.context() as patch:
-            done = die_at(dies_at, patch)
-            try:
-                status = self.run(*options)
-            except Killed:
-                status = -signal.SIGKILL
-        for part in self._parts:  # as the end of a process does
-            part.close()
-        self._parts.clear()
-        return status, done
-
-    def result(self):
-        return contents(self._output)
-
-    def stats(self):
-        stats = read_json(self.folder / "stats.json")
-        del stats["last_run"]
-        return stats
-
-    def remove(self):
-        for path in {Path(self._output), self.folder}:
-            shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True)
-
-
-def with_other_batches(job):
-    assert job.run("--batch-size", "1", "--num-hosts", "1") == 0
-
-
-def by_two_hosts(job):
-    for host in "10":
-        assert job.run("--num-hosts", "2", "--host-id", host) == 0
-
-
-def after_a_torn_tail(job):
-    for part in job.folder.glob("parts/*.part"):
-        part.write_bytes(part.read_bytes() + b'{"row": 3, "resu')
-    assert job.run() == 0
-
-
-def without_a_shard(job):
-    for path in sorted(job.folder.glob("rows-*"))[:1]:
-        path.unlink()
-    assert job.run() == 0
-
-
-def after_another_death(job):
-    assert job.run(dies_at=9)[0] in (0, -signal.SIGKILL)
-    assert job.run() == 0
-
-
-def after_an_interruption(job):
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(1, KeyboardInterrupt(), patch)
-        assert job.run() in (0, 130)
-    assert job.run() == 0
-
-
-WAYS_ON = {
-    with_other_batches: 0,
-    by_two_hosts: 0,
-    after_a_torn_tail: 0,
-    without_a_shard: 3,
-    after_another_death: 4,
-    after_an_interruption: 4,
-}
-"""And how many records each may cost beside those that were under way at the first death."""
-
-
-def every_form(output):
-    """Records with samples and own keys, bad ones, and requests in OpenAI's form."""
-    several = [{**one, "sampling": {"n": 1 + i % 3}, "own": i} for i, one in enumerate(words(4))]
-    body = {"model": "any", "prompt": "a", "temperature": 1, "max_tokens": 9}
-    requests = [{"custom_id": f"q{i}", "url": "/v1/completions", "body": body} for i in range(2)]
-    return [*several, {"promt": "a"}, *([] if output.endswith("parquet") else requests)]
-
-
-@pytest.mark.parametrize(
-    "output",
-    ["out.jsonl", *(pytest.param(name, marks=pytest.mark.full) for name in ("out", "out.parquet"))],
-)
-def test_death_at_any_operation_is_made_good(model, quick, output, decoded, monkeypatch):
-    """The job is then started again: with another batch size, other hosts, or another death."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # a disk takes long for it
-    records = every_form(output)
-    write(records)
-    job = BrokenJob(model, output, monkeypatch)
-    assert job.run() == 0
-    expected, deaths = (job.result(), job.stats()), 0
-    good = len(decoded)
-    for operation, (go_on, cost) in enumerate(itertools.cycle(WAYS_ON.items())):
-        job.remove()
-        decoded.clear()
-        status, done = job.run(dies_at=operation)
-        if status == 0:
-            assert "death" not in done
-            break
-        deaths += 1
-        assert status == -signal.SIGKILL
-        go_on(job)
-        assert (job.result(), job.stats()) == expected, go_on.__name__
-        if "_append" in done[:-2]:
-            assert len(decoded) <= good + 4 + cost, "what was kept is not decoded again"
-        assert not list(job.folder.glob("**/*.part"))
-    assert deaths > 30
-    assert {"replace", "fsync", "unlink", "mkdir", "_append"} <= set(done)
-
-
 # --- what is said, and what is on the disk --------------------------------------------------
-
-
-def test_an_interrupted_job_goes_on(model, quick, decoded, capsys):
-    write(words(16))
-    write([{"prompt": "of before"}], "out.jsonl")
-    before = Path("out.jsonl").read_bytes()
-    interrupt(3, model, "--shard-size", "3", "--overwrite")
-    printed = capsys.readouterr().err.splitlines()[-1]
-    records = int(printed.split()[1])
-    assert 0 < records < 16
-    assert printed == f"interrupted: {kept(records)}; the same command continues from there"
-    assert Path("out.jsonl").read_bytes() == before, "it stays until the new one is whole"
-    assert not Path("out.jsonl.shards/stats.json").exists()
-    decoded.clear()
-    # The size of shards is that of the job that is there.
-    assert run(model, "--overwrite") == 0
-    assert len(decoded) == 16 - records
-    printed = capsys.readouterr().err
-    assert printed.splitlines()[0] == f"resuming: {kept(records)}"
-    assert f"\nout.jsonl: 16 records ({records} from earlier runs), " in printed
-    stats = read_json("out.jsonl.shards/stats.json")
-    assert (stats["rows"], stats["last_run"]["rows"]) == (16, 16 - records)
-
-
-@pytest.mark.parametrize("output", ["out.jsonl", "out"])
-def test_a_finished_job_is_not_done_again(model, quick, decoded, output, capsys):
-    write(words(8))
-    assert run(model, "--shard-size", "3", output=output) == 0
-    whole = results(output)
-    left = Path("out.jsonl.shards/rows-00001-of-00003.jsonl")
-    if output == "out.jsonl":
-        left.write_bytes(b"")  # as where the end was cut short
-    decoded.clear()
-    capsys.readouterr()
-    assert run(model, output=output) == 0
-    assert not decoded
-    assert capsys.readouterr().err == f"{output} is already complete, with 8 records\n"
-    assert not left.exists()
-    assert results(output) == whole
-    if output == "out.jsonl":
-        Path(output).unlink()
-        assert run(model, output=output) == 0
-        assert len(decoded) == 8, "what was removed is made anew"
 
 
 @pytest.mark.parametrize("output", ["out.jsonl", "out.parquet"])
@@ -341,32 +124,6 @@ def test_what_else_ends_a_job_loses_nothing(model, quick, monkeypatch, decoded, 
 
 
 # --- SIGTERM --------------------------------------------------------------------------------
-
-
-def test_sigterm_finishes_the_rows_under_way_and_begins_no_more(
-    model, quick, monkeypatch, decoded, capsys
-):
-    write(words(16))
-    handler, add = signal.getsignal(signal.SIGTERM), PartFile.add
-    with monkeypatch.context() as patch:
-        asked = []
-
-        def asked_to_end(self, *record):
-            add(self, *record)
-            if len(decoded) == 2 and not asked:
-                asked.append(record)
-                ask_to_end()
-
-        patch.setattr(PartFile, "add", asked_to_end)
-        assert run(model) == 143
-    assert signal.getsignal(signal.SIGTERM) is handler
-    records = len(decoded)
-    assert 2 <= records < 8
-    printed = capsys.readouterr().err.splitlines()[-1]
-    assert printed == f"stopped by SIGTERM: {kept(records)}; the same command continues from there"
-    assert run(model) == 0
-    assert len(decoded) == 16
-    assert [record["id"] for record in results()] == list(range(1, 17))
 
 
 @pytest.mark.full

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -186,23 +185,6 @@ def test_two_writers_of_one_shard_do_no_harm(work, model, quick, output, meanwhi
         assert sorted(os.listdir("out.jsonl.shards")) == ["job.json", "stats.json"]
 
 
-@OUTPUTS
-def test_another_job_that_takes_the_folder_gets_no_rows_of_this_one(
-    model, quick, output, meanwhile, refusal
-):
-    write(words(7))
-    other = ("--seed", "5", "--shard-size", "3")
-    assert run(model, *other, output="alone") == 0
-
-    def take(_):
-        assert run(model, "--seed", "5", "--overwrite", output=output) == 0
-
-    meanwhile("seal", take, call=1)
-    taken = "another job has taken this folder since (seed is 5 there and 0 here)"
-    assert taken in refusal("--shard-size", "3", output=output)
-    assert results(output) == results("alone")
-
-
 def test_progress_counts_what_other_processes_finish(model, quick, meanwhile, monkeypatch):
     write(words(40))
     shown = []
@@ -254,20 +236,6 @@ def test_the_last_host_ends_the_job(work, model, quick, decoded, output, capsys)
     assert results(output) == alone
     (stats,) = work.rglob("stats.json")
     assert read_json(stats)["last_run"]["hosts"] == 3
-
-
-def test_a_shard_that_another_process_is_at_is_left_to_it(model, quick, decoded, refusal):
-    write(words(8))
-    interrupt(1, model, "--shard-size", "4", output="out")
-    (part, *_) = sorted(Path("out/parts").glob("*.part"))
-    before = len(decoded)
-    with part.open("rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        printed = refusal(status=0, output="out")
-    assert printed.startswith("this process is done; 1 of 2 shards still unfinished")
-    assert run(model, output="out") == 0
-    assert [record["id"] for record in results("out")] == list(range(1, 9))
-    assert before + 4 <= len(decoded) <= 12
 
 
 def test_a_shard_of_another_job_is_not_put_into_the_output(model, quick, refusal):
