@@ -15,9 +15,13 @@ def few_sizes(monkeypatch):
     monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 16)
 
 
-def compared(what, folder, arguments):
+def measured(command, folder, arguments):
     output = folder / "figures.json"
-    assert main(["--compare", what, *arguments.split(), "--output", str(output)]) == 0
+    assert command([*arguments.split(), "--output", str(output)]) == 0
     figures = json.loads(output.read_text(encoding="utf-8"))
     assert figures.pop("machine")["jax"] == jax.__version__
-    return figures[what]
+    return figures
+
+
+def compared(what, folder, arguments):
+    return measured(main, folder, f"--compare {what} {arguments}")[what]
