@@ -242,7 +242,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for kind in ("paper", BLOCK_WISE, "verified"):
             _curve(over, [row for row in usual if row["kind"] == kind], kind)
         over.set_title(f"{regime.replace('_', ' ')}, W = {widest}")
-        for window in dict.fromkeys(row["window"] for row in here):
+        for window in sorted({row["window"] for row in here}):
             some = [r for r in here if r["window"] == window and r["kind"] == "paper"]
             every.plot(*_points(some), "o", label=f"paper, W = {window}", alpha=0.6, markersize=4)
         every.plot(*_points(pareto(here)), "k*-", linewidth=1, markersize=10, label="front")
