@@ -127,7 +127,7 @@ class PartFile:
         self._end += self._file.write(before + text + b"}\n")
 
     def _take_over(self, file: IO[bytes]) -> None:
-        if _parsed(file.readline()) != self._header:
+        if parsed_line(file.readline()) != self._header:
             return
         for number, text in whole_records(file):
             if number in self._numbers and number not in self._places:
@@ -137,7 +137,7 @@ class PartFile:
 def whole_records(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yields the number and the JSON of each record after the header, up to a damaged one."""
     for line in file:
-        entry = _parsed(line)
+        entry = parsed_line(line)
         number = entry.get("row") if isinstance(entry, dict) else None
         if not isinstance(number, int) or RESULT not in line:
             return  # records that follow are decoded again
@@ -176,7 +176,7 @@ def _lock(file: IO[bytes]) -> bool:
     return True
 
 
-def _parsed(line: bytes) -> Any:
+def parsed_line(line: bytes) -> Any:
     """Parses a line of JSON; returns None if it is truncated or not JSON."""
     with contextlib.suppress(ValueError, RecursionError):
         return json.loads(line) if line.endswith(b"\n") else None

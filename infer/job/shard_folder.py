@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from infer.job.input import SPOOL, Shard, Workload
-from infer.job.part_file import FORMAT, SUFFIX, PartFile, any_in_use, whole_records
+from infer.job.part_file import FORMAT, SUFFIX, PartFile, any_in_use, parsed_line, whole_records
 from infer.job.result_record import Counts
 from wedlm_jax import __version__
 from wedlm_jax.errors import InputError, counted, file_error
@@ -167,11 +167,16 @@ class ShardFolder:
 
     def kept_records(self, shards: Sequence[Shard]) -> int:
         """Counts the finished records of ``shards``."""
-        done, parts = self.finished(), _part_records(self.parts)
+        done, parts = self.finished(), _part_records(self.parts, self._digest)
         return sum(
             shard.records if shard.number in done else parts.get(self.name(shard), 0)
             for shard in shards
         )
+
+    @property
+    def _digest(self) -> str:
+        """Identifies the job in its part files."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()
 
     def open(self, shard: Shard) -> PartFile | None:
         """Opens the part file of a shard; returns None if the shard is finished.
@@ -185,8 +190,7 @@ class ShardFolder:
             return None
         self.make_parts()
         numbers = range(shard.first, shard.first + shard.records)
-        job = json.dumps(self.identity, sort_keys=True).encode()
-        header = {"job": hashlib.sha256(job).hexdigest(), "shard": shard.number}
+        header = {"job": self._digest, "shard": shard.number}
         part = PartFile(self.parts, self.name(shard), header, numbers)
         if self.is_finished(shard):  # it was finished in the meantime
             part.remove()
@@ -251,13 +255,14 @@ class ShardFolder:
 
     def drop_leftovers(self) -> None:
         """Removes what a finished job does not need: parts, the copy of a pipe, what was left half
-        written, and shards that were merged into a file."""
-        merged = self.file is not None
+        written, shards that were merged into a file, and those of a job that was here before, which
+        are left if this job was killed as it began."""
+        shards = {self.name(shard) for shard in self.shards if self.file is None}
         with naming(self.folder):
             for path in _ours(self.folder):
-                is_leftover = path.name == PARTS or path.name.startswith(SPOOL)
-                is_leftover = is_leftover or path.name.endswith(".tmp")
-                if path.name not in (JOB, STATS) if merged else is_leftover:
+                name, _, end = path.name.partition(".")
+                is_shard = name in shards and f".{end}" in (DATA, MANIFEST)
+                if path.name not in (JOB, STATS) and not is_shard:
                     _remove(path)
 
     def make_parts(self) -> None:
@@ -411,12 +416,15 @@ def read_job(folder: Path) -> dict[str, Any] | None:
     return job
 
 
-def _part_records(parts: Path) -> dict[str, int]:
-    """Counts the records of each shard in its part files, each record once."""
+def _part_records(parts: Path, job: str | None = None) -> dict[str, int]:
+    """Counts the records of each shard in the part files of a job, or of any, each record once. A
+    process of another job may have left some when this one took the folder."""
     found: dict[str, set[int]] = {}
     for path in parts.glob(f"*{SUFFIX}"):
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            file.readline()
+            header = parsed_line(file.readline())
+            if job is not None and not (isinstance(header, dict) and header.get("job") == job):
+                continue
             numbers = found.setdefault(path.name.partition(".")[0], set())
             numbers.update(number for number, _ in whole_records(file))
     return {name: len(numbers) for name, numbers in found.items()}

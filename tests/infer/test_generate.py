@@ -142,7 +142,7 @@ def test_help_says_what_the_fields_say_and_which_defaults_hold(capsys):
     assert all(one.help in options for name, one in OPTIONS.items() if name != "logit_bias")
     defaults = dataclasses.asdict(SamplingParams())
     batch_size = f"{EngineConfig.max_batch_size}; 1 with --prompt, unless --n is above 1"
-    no_masks = "0 for a checkpoint that was not trained on masks"
+    no_masks = "0 for a checkpoint that was not trained on masks and has no drafter"
     for name, default in {
         **{name: one for name, one in defaults.items() if type(one) in (int, float, str)},
         "window_size": f"auto, but {DEFAULT_WINDOW} in mode paper; {no_masks}",
