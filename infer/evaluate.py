@@ -81,7 +81,7 @@ SLOWER = 0.97
 """The speed relative to AR below which a message says that the default mode is slower."""
 
 SAMPLES = 300
-"""Default number of the included model's questions per regime."""
+"""Questions per regime that the included model is asked by default."""
 
 PAPER_THRESHOLDS = (0.2, 0.4, 0.6, 0.9)
 

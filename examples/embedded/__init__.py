@@ -1,1 +1,1 @@
-"""The included model: the corpus that it is trained on, and how its folder is made."""
+"""Makes the included model: its training corpus, its tokenizer's words, and its folder."""

@@ -36,7 +36,7 @@ CONFIG = {
 
 
 def published_config(recipe, **changes):
-    """What the ``config.json`` of a published model says, as a recipe in configs/ has it."""
+    """Returns the ``config.json`` of a published model, from its recipe in ``configs/``."""
     path = Path(__file__).parents[2] / "configs" / f"{recipe}.yaml"
     architecture = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["architecture"]
     return {**architecture, **changes}

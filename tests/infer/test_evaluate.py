@@ -159,7 +159,7 @@ def test_masks_of_a_drafter_are_not_asked_to_decide(stock, tmp_path, capsys):
         decoders_at(str(stock), [0.4], kinds=["paper"], drafter=drafter)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate --prompt a", "bench --compare windows"])
+@pytest.mark.parametrize("command", ["evaluate", "bench --compare windows"])
 def test_what_does_not_fit_the_model_is_refused_before_it_is_loaded(
     command, checkpoint, monkeypatch, capsys
 ):

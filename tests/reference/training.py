@@ -78,8 +78,11 @@ def cross_entropy_gradients(hidden, head, targets, weights):
 
 
 def wedlm_losses(samples, logits, *, block_size, weighting="inverse_ratio", ar_weight=1.0):
-    """The losses and accuracies over a batch of samples, given each one's whole logits
-    ``[2n, V]``."""
+    """Computes the losses and accuracies of a batch of samples.
+
+    Args:
+      logits: those of each sample, ``[2n, V]``: of its memory stream, then its prediction stream.
+    """
     mlm = mlm_weight = ar = 0.0
     masked_hits, ar_hits = [], []
     for sample, rows in zip(samples, logits, strict=True):

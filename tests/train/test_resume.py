@@ -76,8 +76,8 @@ loss.weighting=uniform | loss.weighting was inverse_ratio, is uniform
 optimizer.weight_decay=0 | optimizer.weight_decay was 0.1, is 0.0
 steps=9 | steps was 4, is 9
 """
-"""What decides the order of rows, and what else makes it another run; of a cosine also the steps,
-with which it falls more slowly from the first."""
+"""Changes that make it another run, and the message of each: the first four change the order of
+rows, and more steps change the learning rate of a cosine from the first step on."""
 
 
 @pytest.mark.parametrize("line", DECISIVE.strip().split("\n"))

@@ -40,9 +40,9 @@ JOBS = [*itertools.product((0, 1), (3, 4))]
 ALL = {*range(8)}
 """The numbers of the records."""
 WHOLE = {}
-"""For each output and job, the files of one that nothing disturbed."""
+"""The files that an undisturbed job leaves, by output and job."""
 HEADERS = {}
-"""For each, what identifies it in its part files."""
+"""The beginning of its part files, which identifies the job, by output and job."""
 
 # --- what may happen ------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class Killed(BaseException):
 
 
 class Process:
-    """A running or ended `Run`.
+    """A process that carries out a `Run`, and what the test knows about it.
 
     Attributes:
       job, run: what it does.
@@ -331,7 +331,7 @@ class World:
         return not self.file or (self.file.exists() and self.file.stat().st_size == size)
 
     def shards(self, job):
-        """The names of a job's shards, and the records of each."""
+        """Returns the numbers of the records in each shard of a job, by the shard's name."""
         size, count = job[1], -(-len(ALL) // job[1])
         names = [f"rows-{number:05}-of-{count:05}" for number in range(count)]
         return {name: ALL & {*range(k * size, (k + 1) * size)} for k, name in enumerate(names)}
@@ -430,7 +430,7 @@ class World:
             self.judge(process, status, printed, early)
 
     def judge(self, process, status, printed, early):
-        """Checks what a process did that had the folder until its end."""
+        """Checks a process whose job owned the folder until the process ended."""
         run, job, kept = process.run, process.job, self.kept(process.job)
         assert status in {0} | early, printed
         assert process.kept | process.added <= kept, "nothing is lost"

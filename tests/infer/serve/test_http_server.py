@@ -259,8 +259,8 @@ def test_pages_of_other_origins_are_let_in_only_where_named(server, offline):
 
 
 def test_pieces_of_an_answer_go_out_at_once():
-    """asyncio sets TCP_NODELAY, without which a piece is held back until the last is acknowledged,
-    for a socket that names its protocol."""
+    """Without TCP_NODELAY a piece waits until the one before it is acknowledged. asyncio sets it,
+    but only on sockets that name their protocol."""
     with listening_socket("127.0.0.1", 0) as sock:
         assert sock.proto == socket.IPPROTO_TCP
 
