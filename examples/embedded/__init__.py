@@ -1,1 +1,1 @@
-"""Makes the included model: its training corpus, its tokenizer's words, and its folder."""
+"""Makes the included model: its corpus, its folder, and one token for each word of the corpus."""
