@@ -196,21 +196,25 @@ def _score(
     """Scores completions; ``first`` are those of the first decoder."""
     counted = tally(questions, completions)
     alike = sum(a.token_ids == b.token_ids for a, b in zip(completions, first, strict=True))
-    prompts = _prompts(decoder.llm, questions)
-    scored = decoder.llm.score(prompts, [c.token_ids for c in completions], top=1)
-    best = sum(
-        place.top[0][0] == token
-        for c, places in zip(completions, scored, strict=True)
-        for token, place in zip(c.token_ids, places, strict=True)
-    )
     return Score(
         decoder=decoder.name,
         regime=questions[0].regime,
         as_first=alike / counted.questions,
-        ar_agrees=best / counted.tokens,
+        ar_agrees=ar_agrees(decoder.llm, questions, completions),
         seconds=seconds,
         **dataclasses.asdict(counted),
     )
+
+
+def ar_agrees(llm: LLM, questions: Sequence[Question], completions: Sequence[Completion]) -> float:
+    """Returns the share of tokens that AR finds most probable, given all tokens before them."""
+    places = llm.score(_prompts(llm, questions), [one.token_ids for one in completions], top=1)
+    best = [
+        place.top[0][0] == token
+        for one, scored in zip(completions, places, strict=True)
+        for token, place in zip(one.token_ids, scored, strict=True)
+    ]
+    return sum(best) / len(best)
 
 
 def decoders_at(

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from benchmarks import tradeoffs
+from infer.bench.subject import regimes_of
 from infer.evaluate import Decoder, decoders_at
 from infer.score import Score
 from wedlm_jax.errors import InputError
@@ -102,7 +103,8 @@ def test_figures_are_drawn_and_those_of_other_settings_are_not_mixed(calls, tmp_
     assert tradeoffs.main([*arguments, "--plot", str(plot)]) == 0
     text = plot.read_text()
     assert "low entropy" in text
-    assert "prose" not in text
+    assert "prose" in text
+    assert "AR agrees, %" in text, "prose has no right answers"
     assert "block-wise" in text
     assert "None" not in capsys.readouterr().out
     with pytest.raises(InputError, match=r"figures\.json: has figures for other settings"):
@@ -129,9 +131,21 @@ def test_block_wise_decoding_finishes_a_window_before_the_next_one_opens(checkpo
     assert careful["instances"] < 4 * careful["forwards"]
 
 
+def test_block_wise_decoding_is_compared_with_ar():
+    decoders = decoders_at(None, [0.4], window_size=4, kinds=["paper"])
+    questions = regimes_of({"regime": ["reasoning"]})["reasoning"][:2]
+    (row,) = tradeoffs.block_wise(decoders, 4, [questions])
+    assert row["accuracy"] == 1
+    assert row["ar_agrees"] > 0.9
+
+
 def test_the_front_has_what_no_other_point_beats():
     points = [(1.0, 0.9), (0.9, 1.5), (0.95, 1.5), (1.0, 0.8), (0.7, 1.4), (0.5, 2.0)]
     rows = [{"accuracy": right, "tokens_per_forward": tokens} for right, tokens in points]
     front = [(row["accuracy"], row["tokens_per_forward"]) for row in tradeoffs.pareto(rows)]
     assert front == [(1.0, 0.9), (0.95, 1.5), (0.5, 2.0)]
-    assert tradeoffs.pareto([{"accuracy": None, "tokens_per_forward": 1.0}]) == []
+    prose = [
+        {"accuracy": None, "ar_agrees": share, "tokens_per_forward": tokens}
+        for share, tokens in ((1.0, 1.0), (0.8, 1.3), (0.8, 1.2))
+    ]
+    assert tradeoffs.pareto(prose) == prose[:2], "where nothing is judged, AR decides"
