@@ -92,6 +92,16 @@ def test_a_machine_that_slows_down_changes_no_ratio():
     assert bursts.table.seconds(32.0) == pytest.approx(2 * SECONDS[4], rel=0.15)
 
 
+def test_a_machine_that_slows_down_little_by_little_changes_no_ratio():
+    """Each burst is within the noise of the last, so none looks like other work."""
+    bursts = Bursts(CostTable(SIZES, SECONDS, overhead=OVERHEAD))
+    for _ in range(100):
+        bursts.run(32)
+        bursts.level *= 1.02
+    assert ratio(bursts.table, 32, 1) == pytest.approx(true_ratio(32, 1), rel=0.1)
+    assert bursts.table.seconds(32.0) == pytest.approx(bursts.level * SECONDS[4], rel=0.1)
+
+
 def test_the_program_without_windows_has_costs_of_its_own():
     bursts = Bursts(CostTable(SIZES, SECONDS, overhead=OVERHEAD), windowless=0.7)
     for _ in range(15):
@@ -114,6 +124,18 @@ def test_what_bursts_take_beside_their_forwards_is_told_from_these():
         table.learn(SIZES, runs, 3e-3 + count * SECONDS[2])
     assert table.overhead == pytest.approx(3e-3, rel=0.1)
     assert table.seconds(8.0) == pytest.approx(SECONDS[2], rel=0.1)
+
+
+def test_a_host_that_becomes_slower_changes_no_forward():
+    """What bursts take in addition may change alone, and is then soon followed."""
+    table, rng = CostTable(SIZES, SECONDS, overhead=OVERHEAD), np.random.default_rng(0)
+    for overhead in [OVERHEAD] * 300 + [3 * OVERHEAD] * 10:
+        for count in (1, 32):
+            runs = np.where(np.array(SIZES) == 1, count, 0)
+            seconds = overhead + count * SECONDS[0]
+            table.learn(SIZES, runs, seconds * rng.uniform(0.9, 1.1))
+    assert table.overhead == pytest.approx(3 * OVERHEAD, rel=0.2)
+    assert table.seconds(1.0) == pytest.approx(SECONDS[0], rel=0.1)
 
 
 def test_a_table_of_nothing_learns_all():
