@@ -206,7 +206,7 @@ class TrainingRun:
         """
         done = origin.step if origin else min(checkpoints.steps(), default=0)
         compiled = self._compile(done)
-        with saying_once("reading the state"):
+        with saying_once("preparing the state"):
             state = starting_state(self._program, checkpoints, origin)
         if int(state.step) < self._config.steps:
             state = self._train(compiled, state, checkpoints)
