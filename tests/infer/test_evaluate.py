@@ -96,7 +96,7 @@ def test_own_questions_give_answers_and_verdicts_of_the_chosen_decoders(
 def test_a_question_that_leaves_no_room_is_refused_by_line_before_any_is_decoded(
     checkpoint, questions_file, tmp_path
 ):
-    with pytest.raises(InputError, match=rf"{questions_file}, line 1: "):
+    with pytest.raises(InputError, match=rf"{questions_file} line 1: "):
         evaluated(checkpoint, questions_file, tmp_path, "--decoders ar --max-model-len 2")
 
 

@@ -181,7 +181,7 @@ def read_questions(
     try:
         with path.open("rb") as stream:
             for line in read_lines(stream):
-                place = f"{path}, line {line.number}"
+                place = f"{path} line {line.number}"
                 with errors_at(place):
                     fields = {"regime": path.stem} | parse_object(line.content)
                     question = _question(fields, match, chat, place)

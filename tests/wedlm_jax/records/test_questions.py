@@ -69,7 +69,7 @@ def test_questions_come_by_regime_in_the_order_of_the_file(tmp_path):
     assert [q.prompt for q in regimes["sums"]] == ["2 and 3?", "second"]
     assert [q.match for q in regimes["sums"]] == ["contains"] * 2
     assert [(q.prompt, q.match) for q in regimes["prose"]] == [("Ünïcode?", None)]
-    assert [q.place for q in regimes["prose"]] == [f"{path}, line 2"]
+    assert [q.place for q in regimes["prose"]] == [f"{path} line 2"]
 
 
 def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat(tmp_path):
@@ -87,7 +87,7 @@ def test_a_prompt_is_a_users_message_if_asked_for_and_messages_always_are_a_chat
     assert asked.encode(codec) == codec.encode_chat([USER])
     assert conversation.encode(codec) == codec.encode_chat(chat) != asked.encode(codec)
     codec.tokenizer.chat_template = None
-    with pytest.raises(InputError, match=rf"{path}, line 2: .*no chat template"):
+    with pytest.raises(InputError, match=rf"{path} line 2: .*no chat template"):
         conversation.encode(codec)
 
 
