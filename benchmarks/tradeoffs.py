@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
     for regime in dict.fromkeys(row["regime"] for row in rows):
         here = [row for row in rows if row["regime"] == regime]
         front = pareto(here)
-        title = f"{regime.replace('_', ' ')}: no other beats these in accuracy and forwards"
+        title = f"{regime.replace('_', ' ')}: no other beats these in quality and forwards"
         console.print(table(title, list(map(_cells, front))))
     if options.plot is not None:
         draw(rows, Path(options.plot))
