@@ -15,8 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.options import SHAPES, add_decoding, new_parser, random_prompts, random_subject
-from benchmarks.work import long_answers
+from benchmarks.options import (
+    SHAPES,
+    add_decoding,
+    long_answers,
+    new_parser,
+    random_prompts,
+    random_subject,
+)
 from infer.bench.constants import milliseconds_of_products
 from infer.bench.measure import Report, by_turns, milliseconds, table
 from infer.bench.rival import RIVAL, RIVALS, Rival, check_rival

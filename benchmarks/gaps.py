@@ -18,8 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.options import add_decoding, new_parser
-from benchmarks.work import long_answers
+from benchmarks.options import add_decoding, long_answers, new_parser
 from infer.bench.measure import Report, by_turns, table
 from infer.bench.speeds import window_ways
 from infer.bench.subject import Work, load_subject, regimes_of

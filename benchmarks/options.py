@@ -1,10 +1,11 @@
-"""Options that benchmarks share, and the models that they measure."""
+"""Options that benchmarks share, and the models and prompts that they measure with."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import chain, cycle, islice
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ import numpy as np
 from flax import nnx
 
 from infer.bench.command import OPTIONS, add_subject_options
-from infer.bench.subject import Subject, held_as
+from infer.bench.subject import Regimes, Subject, Work, held_as
 from infer.flags import flag
 from wedlm_jax.config import ModelConfig, RopeConfig
 from wedlm_jax.engine.engine import runs_apart
 from wedlm_jax.host.command_line import CommandParser, at_least_1
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.quantization import quantize_weights
+from wedlm_jax.params import SamplingParams
 
 _EMBEDDED = ModelConfig(
     vocab_size=1536,
@@ -49,6 +51,9 @@ _QWEN3 = dataclasses.replace(
 )
 SHAPES = {"embedded": _EMBEDDED, "qwen3-0.6b": _QWEN3}
 """Shapes of the embedded model, with a long context, and of a published one."""
+
+MAX_TOKENS = 160
+"""Longer than any answer of the corpus."""
 
 
 def new_parser(name: str, description: str | None, *, passes: int | None = 3) -> CommandParser:
@@ -112,3 +117,12 @@ def random_prompts(config: ModelConfig, count: int, length: int, seed: int = 0) 
     ids[:, 0] = 4 + np.arange(count) % (config.vocab_size - 4)
     prompts: list[list[int]] = ids.tolist()
     return prompts
+
+
+def long_answers(subject: Subject, regimes: Regimes, count: int, mode: str) -> Work:
+    """Returns the questions with the longest answers, regimes in turns, answered to their ends:
+    what a model generates after the end is not text, and would not cost what text costs."""
+    longest = [sorted(some, key=lambda one: -len(one.answer)) for some in regimes.values()]
+    turns = chain.from_iterable(zip(*map(cycle, longest), strict=True))
+    params = SamplingParams(mode=mode, max_tokens=MAX_TOKENS)
+    return [(subject.ask(one), params) for one in islice(turns, count)]

@@ -32,7 +32,6 @@ MODULES = (
     "benchmarks.chunks",
     "benchmarks.floor",
     "benchmarks.gaps",
-    "benchmarks.pages",
     "benchmarks.pods",
     "benchmarks.serve_load",
     "benchmarks.step",

@@ -73,19 +73,13 @@ class Subject:
         grammars = TokenizerGrammars(self.codec.tokenizer, *vocabulary)
         return Engine(self.model, config, known_tokens=self.codec.token_ids, grammars=grammars)
 
-    def ask(self, question: Question, *shots: Question) -> list[int]:
-        """Returns the token ids of a question, preceded by other questions and their answers."""
+    def ask(self, question: Question) -> list[int]:
+        """Returns the token ids of a question."""
         if self.codec is None:
             raise InputError(f"{self.folder or 'random weights'}: no tokenizer for the questions")
         with question.named():
-            messages: list[Any] = []
-            for shot in shots:
-                messages += [*_turns(shot), {"role": "assistant", "content": shot.answer}]
-            return self.codec.encode_chat([*messages, *_turns(question)])
-
-
-def _turns(question: Question) -> Sequence[Any]:
-    return question.messages or [{"role": "user", "content": question.prompt}]
+            turns = question.messages or [{"role": "user", "content": question.prompt}]
+            return self.codec.encode_chat(turns)
 
 
 def held_as(options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

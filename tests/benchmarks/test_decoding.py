@@ -8,17 +8,13 @@ import benchmarks.attention
 import benchmarks.chunks
 import benchmarks.floor
 import benchmarks.gaps
-import benchmarks.pages
 import benchmarks.step
 import wedlm_jax.engine.settings
 from benchmarks.chunks import CHUNK, products_of
 from benchmarks.options import SHAPES
-from benchmarks.work import mixed
-from infer.bench.subject import load_subject
 from tests.infer.bench.conftest import measured
 from tests.infer.few_questions import write_questions
 from wedlm_jax.errors import InputError
-from wedlm_jax.records.questions import read_questions
 
 
 @pytest.fixture(scope="module")
@@ -29,22 +25,6 @@ def questions(tmp_path_factory):
 @pytest.fixture(scope="module")
 def given(checkpoint, questions):
     return f"--model {checkpoint} --questions {questions}"
-
-
-@pytest.fixture(scope="module")
-def subject(checkpoint):
-    return load_subject({"model": str(checkpoint), "dtype": "float32"})
-
-
-def test_the_work_is_the_same_every_time(subject, questions):
-    regimes = read_questions(questions)
-    work = mixed(subject, regimes, 24, "verified")
-    assert work == mixed(subject, regimes, 24, "verified")
-    limits = {params.max_tokens for _, params in work}
-    assert 4 <= min(limits) < 20 < max(limits) <= 160
-    long = [tuple(prompt) for prompt, _ in work[::8]]
-    assert min(map(len, long)) > 2 * max(len(prompt) for prompt, _ in work[1:8])
-    assert len({prompt[:20] for prompt in long}) == len(long), "no two have the same shots"
 
 
 @pytest.mark.full
@@ -98,16 +78,6 @@ def test_gaps_between_bursts(given, tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-def test_pages_and_memory(given, tmp_path):
-    arguments = f"{given} --batch-size 4 --window-size 0"
-    (use,) = measured(benchmarks.pages.main, tmp_path, arguments)["pages"]
-    assert use["rectangles"] == 1
-    assert 0 < use["held"] <= use["with spans"] <= 1
-    assert 0 < use["useful"] <= 1
-    assert 1 < use["fitting"] <= 4, "mixed lengths: more than one has room for the longest"
-
-
-@pytest.mark.full
 def test_a_long_prompt(tmp_path, monkeypatch):
     monkeypatch.setitem(wedlm_jax.engine.settings.CHUNK_TOKENS, "cpu", 128)
     small = dataclasses.replace(SHAPES["embedded"], num_hidden_layers=1, vocab_size=64)
@@ -157,7 +127,6 @@ def test_a_shape_without_a_checkpoint(tmp_path, monkeypatch):
         (benchmarks.floor.main, "--shape qwen3-0.6b --model here", "leave out --model"),
         (benchmarks.chunks.main, "--prompt-tokens 40000", "--prompt-tokens: expected 2048 to"),
         (benchmarks.gaps.main, "--questions nowhere.jsonl", "nowhere.jsonl"),
-        (benchmarks.pages.main, "--output /no/such/pages.json", "no such folder"),
         (benchmarks.step.main, "--lengths 512 100", "multiples of 32, not 100"),
         (benchmarks.step.main, "--prompt-share 1.5", "between 0 and 1"),
         (benchmarks.attention.main, "--heads 6 --kv-heads 4", "multiple of --kv-heads"),
