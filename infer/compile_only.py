@@ -26,7 +26,6 @@ from wedlm_jax.aot.topology import (
     Topology,
     compile_for,
     describe_topology,
-    local_bytes,
 )
 from wedlm_jax.checkpoint import ADAPTER_CONFIG
 from wedlm_jax.checkpoint.open import read_architecture
@@ -47,7 +46,7 @@ from wedlm_jax.errors import InputError, errors_at
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.lora import PREVIOUS_RANK, TARGETS, LoraConfig, with_adapters
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.sharding import make_mesh, tree_shardings
+from wedlm_jax.sharding import local_bytes, make_mesh, tree_shardings
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 GIB = 2**30

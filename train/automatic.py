@@ -279,23 +279,10 @@ def blocks_of_rows(
     }
 
 
-def needed_by_sources(config: TrainConfig) -> int | None:
-    """Returns the most blocks with a trainable token in any row of ``data.sources``; None if a
-    folder does not record it.
+def needed_by_sources(config: TrainConfig) -> int:
+    """Returns the most blocks with a trainable token in any row of ``data.sources``.
 
     Raises:
       InputError: a folder cannot be read.
     """
-    most = 0
-    for name in config.data.sources:
-        manifest = manifest_of(name)
-        if manifest.most_trainable_blocks is None:
-            if manifest.trainable_tokens < manifest.tokens:
-                say(
-                    f"{name}: tokenised by an earlier version, which did not count blocks without "
-                    "a token to train on, so they stay in the prediction stream; tokenise it again "
-                    "to leave them out"
-                )
-            return None
-        most = max(most, manifest.most_trainable_blocks)
-    return most
+    return max(manifest_of(name).most_trainable_blocks for name in config.data.sources)

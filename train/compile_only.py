@@ -28,12 +28,11 @@ from wedlm_jax.aot.topology import (
     compile_for,
     compiler_options,
     describe_topology,
-    local_bytes,
 )
 from wedlm_jax.errors import InputError
 from wedlm_jax.host.processes import say
 from wedlm_jax.loss import head_chunks
-from wedlm_jax.sharding import make_mesh
+from wedlm_jax.sharding import local_bytes, make_mesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,12 @@ import numpy as np
 
 from train.recipe.config import TrainConfig
 from train.step import TrainState
-from wedlm_jax.aot.topology import CHIPS, local_bytes
+from wedlm_jax.aot.topology import CHIPS
 from wedlm_jax.attention.dispatch import DEFAULT_TILE
 from wedlm_jax.attention.tiles import TileGrid, padded, tile_side
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.model.layers import KEPT
+from wedlm_jax.sharding import local_bytes
 
 GIB = 2**30
 PEAK_FLOPS = {

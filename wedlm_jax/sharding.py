@@ -307,3 +307,9 @@ def on_replicas(function: Callable[..., Any], *, whole: Sequence[int] = (0,)) ->
         return _on_shards(function, specs, PartitionSpec("data"), ("data",))(*arguments)
 
     return run
+
+
+def local_bytes(tree: Any) -> int:
+    """Returns the bytes on one device of a tree of arrays or their shapes."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

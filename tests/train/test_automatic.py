@@ -21,13 +21,12 @@ from train import automatic
 from train.automatic import (
     blocks_of_rows,
     first_that_fits,
-    needed_by_sources,
     possible_parts,
     settled,
     settled_here,
     with_prediction_blocks,
 )
-from train.data.shards import MANIFEST, read_manifest
+from train.data.shards import read_manifest
 from train.loop import train as run_training
 from train.program import make_program
 from train.recipe.config import (
@@ -128,24 +127,6 @@ def test_a_run_leaves_prompts_out_by_itself_and_learns_the_same(chats, tmp_path,
         assert own.keys() == other.keys()
         for name in ("loss", "mlm_loss", "ar_loss", "masked_accuracy"):
             assert own[name] == pytest.approx(other[name], rel=2e-4), name
-
-
-def test_a_folder_of_an_earlier_version_keeps_all_blocks_and_the_run_says_so(
-    chats, tmp_path, capsys
-):
-    for file in chats.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    fields = json.loads((chats / MANIFEST).read_text())
-    del fields["most_trainable_blocks"], fields["trainable_blocks"]
-    (tmp_path / MANIFEST).write_text(json.dumps(fields))
-    config = chat_recipe(tmp_path / "run", tmp_path)
-    assert with_prediction_blocks(config, needed_by_sources, 1).prediction_blocks == 8
-    assert "tokenise it again to leave them out" in capsys.readouterr().out
-    # Where all is trained on there is nothing to leave out, nor to say.
-    fields["trainable_tokens"] = fields["tokens"]
-    (tmp_path / MANIFEST).write_text(json.dumps(fields))
-    assert with_prediction_blocks(config, needed_by_sources, 1).prediction_blocks == 8
-    assert capsys.readouterr().out == ""
 
 
 def test_a_row_that_needs_more_is_refused_by_name():

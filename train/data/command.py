@@ -224,7 +224,7 @@ def _blocks(made: Manifest) -> str | None:
     """Returns a message about how many of a row's blocks a run computes twice, if not all."""
     count = made.row_length // made.block_size
     most, total = made.most_trainable_blocks, made.trainable_blocks
-    if most is None or total is None or most == count:
+    if most == count:
         return None
     return (
         f"at most {most} of a row's {count} blocks have tokens to train on "

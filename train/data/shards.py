@@ -98,7 +98,7 @@ class DataShard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a `dataset.json`. Earlier versions did not count what has a default here.
+    """The content of a `dataset.json`.
 
     Attributes:
       row_length, block_size: L and B of the packed rows.
@@ -139,16 +139,16 @@ class Manifest:
     made_with: dict[str, Any]
     content: str
     shards: list[DataShard]
+    added_tokens: dict[str, int]
+    trainable_blocks: int
+    most_trainable_blocks: int
+    unread_keys: dict[str, int]
+    turns: int
+    changed_turns: int
+    first_changed: dict[str, str] | None
+    turn_end: int | None
+    typed: int
     version: int = VERSION
-    added_tokens: dict[str, int] | None = None
-    trainable_blocks: int | None = None
-    most_trainable_blocks: int | None = None
-    unread_keys: dict[str, int] | None = None
-    turns: int = 0
-    changed_turns: int = 0
-    first_changed: dict[str, str] | None = None
-    turn_end: int | None = None
-    typed: int = 0
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
@@ -191,9 +191,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def mask_token_in(manifest: Manifest, folder: str, token_id: int) -> str | None:
-    """Returns a message if the text has the mask token, or if that was not counted; else None."""
-    if manifest.added_tokens is None:
-        return f"{folder}: tokenised by an earlier version; whether it has mask tokens is unknown"
+    """Returns a message if the text has the mask token; else None."""
     count = manifest.added_tokens.get(str(token_id), 0)
     if not count:
         return None

@@ -240,9 +240,3 @@ def compile_for(
         memory.temp_size_in_bytes,
         time.perf_counter() - started,
     )
-
-
-def local_bytes(tree: Any) -> int:
-    """Returns the bytes on one device of a tree of arrays or their shapes."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

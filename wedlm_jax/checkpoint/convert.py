@@ -73,12 +73,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--force", action="store_true", help="replace the checkpoint that DESTINATION holds"
     )
-    parser.add_argument(
-        "--config",
-        dest="config_from",
-        metavar="DIR",
-        help="SOURCE is a training run: take config.json and the tokenizer from DIR [its model/]",
-    )
     return _run(parser.parse_args(arguments))
 
 
@@ -124,7 +118,6 @@ def convert(
     dtype: str | None = None,
     model_type: str | None = None,
     force: bool = False,
-    config_from: str | Path | None = None,
 ) -> Converted:
     """Converts a checkpoint to the other format, another dtype or another model type.
 
@@ -140,15 +133,13 @@ def convert(
       dtype: "float32", "bfloat16" or "float16"; unchanged by default.
       model_type: the type in ``config.json``, as for `with_model_type`; unchanged by default.
       force: whether to replace a checkpoint at the destination.
-      config_from: folder of a run's ``config.json`` and tokenizer, if not the run's own ``model``
-        folder: the checkpoint that it started from, or any of the same shape.
 
     Raises:
       InputError: the message names the folder, file or tensor, and what was expected.
       StorageFailure: the disk is full, or storage does not answer.
     """
     source, destination = as_path(packaged_file(source) or source), as_path(destination)
-    found = kind_of(source) if config_from is None else RUN
+    found = kind_of(source)
     given = to or model_type
     other = ORBAX if found == HF else HF
     target = to or (other if model_type is None else HF)
@@ -166,7 +157,7 @@ def convert(
     bar = ProgressBar("tensors", title="converting")
     try:
         with naming(destination), replacing(destination) as new_folder, bar:
-            opened = open_checkpoint(source, config_from)
+            opened = open_checkpoint(source)
             raw = opened.raw_config
             if dtype is not None:  # under the name that the file uses
                 older = "torch_dtype" in raw and "dtype" not in raw

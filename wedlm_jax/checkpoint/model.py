@@ -268,7 +268,6 @@ def save_checkpoint(
     *,
     dtype: str | None = None,
     tokenizer_from: str | Path | None = None,
-    raw_config: dict[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     processes: Processes | None = None,
 ) -> None:
@@ -285,7 +284,6 @@ def save_checkpoint(
       folder: must not exist, or hold an earlier checkpoint, which is replaced.
       dtype: "float32", "bfloat16" or "float16"; by default that of the parameters.
       tokenizer_from: a folder whose tokenizer files are copied.
-      raw_config: written unchanged as ``config.json`` instead.
       shard_bytes: maximum size of a file, unless a single tensor is larger.
       processes: the job's processes; by default JAX's.
 
@@ -323,8 +321,7 @@ def save_checkpoint(
         write_weights(tensors, new_folder, shard_bytes=shard_bytes, processes=processes)
         if processes.index == 0:
             written = dtype or next(iter(values_by_dtype(tensors)))
-            write_config(new_folder, raw_config or config_to_hf(config, dtype=written))
+            write_config(new_folder, config_to_hf(config, dtype=written))
             if tokenizer_from is not None:
                 copy_tokenizer(as_path(tokenizer_from), new_folder)
-                if raw_config is None:
-                    write_stop_tokens(new_folder, config.eos_token_ids)
+                write_stop_tokens(new_folder, config.eos_token_ids)

@@ -63,10 +63,7 @@ def kind_of(path: Path) -> str:
         return ORBAX if is_orbax else HF
     if (path / ADAPTER_CONFIG).exists():
         return PEFT
-    patterns = ("", "*/", f"{RUN_STATES}/*/")
-    if run_model_folder(path) or any(
-        any(path.glob(f"{pattern}_CHECKPOINT_METADATA")) for pattern in patterns
-    ):
+    if run_model_folder(path):
         return RUN
     if not is_remote(path) and (files := sorted(path.glob(f"*.{GGUF}"))):
         raise InputError(_unconverted(files[0]))
@@ -81,18 +78,14 @@ def kind_of(path: Path) -> str:
     )
 
 
-def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """Opens a checkpoint of any kind; only headers are read.
-
-    Args:
-      config_from: the folder of the ``config.json`` and tokenizer of a training run's model, if
-        not the run's own ``model``. ``path`` is then a run.
 
     Raises:
       InputError: something is missing, truncated or malformed; the message names it.
     """
     path = as_path(path)
-    kind = kind_of(path) if config_from is None else RUN
+    kind = kind_of(path)
     if kind == HF:
         return HFCheckpoint(path)
     if kind == GGUF:
@@ -107,12 +100,8 @@ def open_checkpoint(path: str | Path, config_from: str | Path | None = None) -> 
 
     if kind == ORBAX:
         return OrbaxCheckpoint(path)
-    described = run_model_folder(path) if config_from is None else as_path(config_from)
-    if described is None:
-        raise InputError(
-            f"{path}: the state of a training run that has no {RUN_MODEL}/ folder; name a folder "
-            "with the config.json and tokenizer of its model: --config DIR"
-        )
+    described = run_model_folder(path)
+    assert described is not None, "it is a run"
     return RunCheckpoint(path, described, read_architecture(described))
 
 
@@ -127,8 +116,7 @@ def read_architecture(folder: Path) -> ModelConfig:
 
 def run_model_folder(folder: Path) -> Path | None:
     """Returns the folder in which a training run keeps its model's ``config.json`` and tokenizer,
-    given the run's folder, its ``checkpoints``, or one state in them; None if it is not a run, or
-    is a run of an earlier version."""
+    given the run's folder, its ``checkpoints``, or one state in them; None if it is not a run."""
     folder = absolute(folder)
     run = next((f.parent for f in (folder, folder.parent) if f.name == RUN_STATES), folder)
     described = run / RUN_MODEL

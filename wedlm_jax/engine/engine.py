@@ -24,7 +24,7 @@ from wedlm_jax.engine.device import Device
 from wedlm_jax.engine.interface import Counters, Event, Failed, Finished, Request
 from wedlm_jax.engine.probe import forward_costs
 from wedlm_jax.engine.scheduler import Scheduler
-from wedlm_jax.engine.settings import parameter_bytes, plan_engine
+from wedlm_jax.engine.settings import plan_engine
 from wedlm_jax.engine.windows import AutoWindows, WindowChoice
 from wedlm_jax.errors import InputError
 from wedlm_jax.grammar.masks import Grammars
@@ -32,7 +32,7 @@ from wedlm_jax.host.compiled_cache import ProgramStore
 from wedlm_jax.model import Transformer
 from wedlm_jax.model.layer_layout import with_layers_apart
 from wedlm_jax.params import SamplingParams
-from wedlm_jax.sharding import check_fits
+from wedlm_jax.sharding import check_fits, local_bytes
 
 AUTO_WINDOW = {"cpu": 16, "gpu": 32, "tpu": 32}
 """The widest window that "auto" chooses, by platform. Room for a wider one slows every forward a
@@ -120,7 +120,7 @@ class Engine:
                 dtype=model.embed_tokens[...].dtype,
                 platform=jax.default_backend(),
                 replicas=replicas,
-                weights=parameter_bytes(nnx.state(model)),
+                weights=local_bytes(nnx.state(model)),
             )
             vary = self.window_size == "auto"
             self.device = Device(

@@ -318,14 +318,6 @@ def bytes_per_page(config: ModelConfig, page_size: int, dtype: Any) -> int:
     return numbers * (config.head_dim * size + scale)
 
 
-def parameter_bytes(parameters: Any) -> int:
-    """Returns the bytes of the parameters on one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(parameters)
-    )
-
-
 def working_bytes(config: ModelConfig, tokens: int, total: int, dtype: Any) -> int:
     """Estimates the bytes that a forward needs on one device besides weights and pages, from its
     large arrays: the activations of one layer, the hidden states of all tokens, and the head's

@@ -106,6 +106,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(folder, tmp_path):
         ("[]", "not a manifest"),
         (json.dumps({**fields, "version": 2}), "version 2; only version 1 is supported"),
         (json.dumps({**fields, "colour": 1}), "not a manifest"),
+        (json.dumps({k: fields[k] for k in fields if k != "added_tokens"}), "not a manifest"),
     ):
         (folder / "dataset.json").write_text(broken)
         refused(folder, reason)

@@ -68,9 +68,11 @@ def test_some_rows_and_columns_of_a_tensor(pair):
         ({"x/m.gguf": ""}, "m.gguf: is a GGUF file; `wedlm convert "),
         ({"x/pytorch_model-00001-of-2.bin": ""}, "only safetensors files are read"),
         ({"x/model.safetensors": "", "x/orbax/": ""}, "holds both safetensors and orbax/"),
-        ({"x/9/_CHECKPOINT_METADATA": ""}, "a training run without an exported model"),
-        ({"x/9/_CHECKPOINT_METADATA": "", "x/hf/config.json": "{}"}, "its model is "),
         ({"x/checkpoints/": "", "x/model/config.json": "{}"}, "a training run without an exported"),
+        (
+            {"x/checkpoints/": "", "x/model/config.json": "{}", "x/hf/config.json": "{}"},
+            "its model is ",
+        ),
     ],
     ids=lambda value: str(list(value)) if isinstance(value, dict) else "",
 )
