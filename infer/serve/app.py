@@ -121,17 +121,10 @@ class Service:
     async def running(self, _: FastAPI) -> AsyncIterator[None]:
         """Runs the engine for as long as the server runs."""
         self.engine.start()
-        notes = asyncio.create_task(self._note_totals())
         try:
             yield
         finally:
-            notes.cancel()
             await asyncio.to_thread(self.engine.close)
-
-    async def _note_totals(self) -> None:
-        while True:
-            self.metrics.note_totals()
-            await asyncio.sleep(1)
 
 
 def make_app(service: Service) -> FastAPI:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Iterator
 
@@ -19,22 +18,12 @@ BETWEEN_TOKENS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 
 WHOLE = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Upper bounds of histograms, in seconds."""
 
-RECENT_SECONDS = 60.0
-RECENT = {
-    "tokens_per_second": ("Completion tokens per second", "tokens", "seconds"),
-    "tokens_per_forward": ("Tokens over decode forwards of their sequences", "tokens", "forwards"),
-    "p_cache": ("Tokens over window slots that were run", "tokens", "instances"),
-    "draft_acceptance": ("Drafts committed over drafts checked", "accepted", "drafts"),
-}
-"""Ratios over the last minute: the description of each, and the two totals whose increases give
-it."""
-
 
 class Metrics(Collector):
     """Counts what calls do, and reads the engine's state when Prometheus asks."""
 
     def __init__(self, engine: ServedEngine):
-        self._engine, self._recent = engine, Recent()
+        self._engine = engine
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -68,22 +57,6 @@ class Metrics(Collector):
         """Returns all metrics, in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def note_totals(self) -> None:
-        """Records the totals for the figures of the last minute. Call it once a second."""
-
-        def value(counter: Counter) -> float:
-            samples = (sample for metric in counter.collect() for sample in metric.samples)
-            return next(one.value for one in samples if one.name.endswith("_total"))
-
-        masks, masks_accepted, lookup, lookup_accepted = self._engine.engine.device.drafts
-        self._recent.note(
-            tokens=value(self.completion_tokens),
-            forwards=value(self.sequence_forwards),
-            instances=value(self.token_instances),
-            drafts=masks + lookup,
-            accepted=masks_accepted + lookup_accepted,
-        )
-
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics of the engine."""
         served, counters = self._engine, self._engine.counters
@@ -114,8 +87,6 @@ class Metrics(Collector):
         yield _counter("preemptions", "Sequences put back for lack of pages", counters.preemptions)
         yield _counter("compile_seconds", "Time spent compiling", served.engine.compile_seconds)
         yield _counter("engine_restarts", "Restarts after an exception in a step", served.restarts)
-        for name, value in self._recent.figures().items():
-            yield _gauge(name, f"{RECENT[name][0]}, in the last minute", value)
 
 
 def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:
@@ -152,28 +123,3 @@ class SequenceTimes:
         """Records the end of the sequence."""
         self._metrics.whole.observe(time.perf_counter() - self._begun)
         self._metrics.finished.labels(str(completion.finish_reason)).inc()
-
-
-class Recent:
-    """Figures of the last minute, from totals that are noted once a second."""
-
-    def __init__(self) -> None:
-        self._notes: collections.deque[dict[str, float]] = collections.deque()
-
-    def note(self, **totals: float) -> None:
-        """Records the current totals, under the names in `RECENT`."""
-        now = time.monotonic()
-        self._notes.append({"seconds": now, **totals})
-        while now - self._notes[0]["seconds"] > RECENT_SECONDS:
-            self._notes.popleft()
-
-    def figures(self) -> dict[str, float]:
-        """Returns the figures; 0 where nothing has happened."""
-        if not self._notes:
-            return dict.fromkeys(RECENT, 0.0)
-        first, last = self._notes[0], self._notes[-1]
-        new = {name: last[name] - first[name] for name in last}
-        return {
-            name: new[part] / new[whole] if new[whole] else 0.0
-            for name, (_, part, whole) in RECENT.items()
-        }

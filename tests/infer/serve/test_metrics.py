@@ -4,8 +4,6 @@ import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.serve import metrics
-from infer.serve.metrics import Recent
 from tests.infer.serve.running_server import MODEL
 
 
@@ -58,24 +56,3 @@ def test_counts_are_those_of_what_was_asked(server, client):
     assert pages[0] == 0
     assert sum(pages) == server.service.engine.counters.pages
     assert server.service.engine.counters.pages > 0
-
-
-def test_figures_of_the_last_minute(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    recent = Recent()
-    assert set(recent.figures().values()) == {0.0}
-    names = ("tokens", "forwards", "instances", "drafts", "accepted")
-    for second in range(200):
-        now = float(second)
-        recent.note(**{name: second * x for name, x in zip(names, (6, 2, 12, 8, 4), strict=True)})
-    assert recent.figures() == {
-        "tokens_per_second": 6,
-        "tokens_per_forward": 3,
-        "p_cache": 0.5,
-        "draft_acceptance": 0.5,
-    }
-    for second in range(200, 300):
-        now = float(second)
-        recent.note(**dict.fromkeys(names, 1e4))
-    assert set(recent.figures().values()) == {0.0}
