@@ -1,6 +1,6 @@
 """`wedlm serve`: reads its settings, loads a model and serves it.
 
-Flags override environment variables, which override a file.
+Flags override environment variables.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import shlex
 import socket
 import sys
 import time
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from infer.flags import add_decoding_options, add_engine_options, adders, sampling_params
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from wedlm_jax.llm import LLM
     from wedlm_jax.params import SamplingParams
 
-FILE, TABLE = "wedlm.toml", "serve"
 PREFIX = "WEDLM_"
 """Prefix of the environment variables of settings."""
 
@@ -50,10 +46,9 @@ Serves a model over the OpenAI API: /v1/completions, /v1/chat/completions and /v
 NOTES = f"""\
 Decoding options are the defaults of requests that do not set them.
 
-Every option can also be set by an environment variable ({PREFIX}PORT=8080 is --port 8080) or in the
-table [{TABLE}] of {FILE} (port = 8080), in the working directory or where --config points. Flags
-override variables, and variables override the file. Prefer {PREFIX}API_KEY for the key: other users
-of this machine can see command lines.
+Every option can also be set by an environment variable ({PREFIX}PORT=8080 is --port 8080). Flags
+override variables. Prefer {PREFIX}API_KEY for the key: other users of this machine can see command
+lines.
 
 Ctrl-C or SIGTERM stops the server: it accepts no more requests, and ends when running answers are
 finished, or after --grace seconds.
@@ -108,7 +103,6 @@ def parser() -> argparse.ArgumentParser:
     )
     switch("--no-warmup", "listen at once; the first requests then wait for the compiler")
     switch("--quiet", "do not log a line per request")
-    add("--config", "FILE", f"settings file, see below [{FILE}, if it exists]")
     add, _ = adders(result.add_argument_group("limits"))
     add(
         "--max-waiting",
@@ -266,89 +260,52 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
 def layered(
     parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the settings from flags, environment and file.
+    """Returns the settings from flags and environment.
 
     Args:
-      parser: parser of the flags; its result contains only those given. ``--config`` names the
-        file.
+      parser: parser of the flags; its result contains only those given.
       environment: environment variables; ``WEDLM_PORT`` is ``--port``.
 
     Raises:
-      InputError: a value is bad; the message names the variable, or the file and its key.
+      InputError: a value is bad; the message names the variable.
     """
     flags = vars(parser.parse_args(arguments))
-    actions = {
-        action.dest: action for action in parser._actions if action.dest not in ("help", "config")
-    }
-    given = flags.pop("config", environment.get(f"{PREFIX}CONFIG"))
-    path = Path(given or FILE)
-    in_file = {} if given is None and not path.exists() else _from_file(path, actions)
-    return in_file | _from_environment(environment, actions) | flags
-
-
-def _from_file(path: Path, actions: Mapping[str, argparse.Action]) -> dict[str, Any]:
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as TOML ({error})") from None
-    table = tables.get(TABLE, {})
-    if not isinstance(table, dict):
-        raise InputError(f"{path}: expected [{TABLE}] to be a table")
-    settings = {}
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if name not in actions:
-            raise InputError(f"{path}: unknown key {key!r}; {did_you_mean(name, actions)}")
-        if isinstance(value, dict) and actions[name].nargs == "+":
-            value = [f"{one}={other}" for one, other in value.items()]
-        elif isinstance(value, dict):
-            value = json.dumps(value)
-        settings[name] = _read(f"{path}: {key}", actions[name], value)
-    return settings
-
-
-def _from_environment(
-    environment: Mapping[str, str], actions: Mapping[str, argparse.Action]
-) -> dict[str, Any]:
+    actions = {action.dest: action for action in parser._actions if action.dest != "help"}
     settings = {}
     for variable, text in environment.items():
-        name = variable.removeprefix(PREFIX).lower()
-        if not variable.startswith(PREFIX) or name == "config":
+        if not variable.startswith(PREFIX):
             continue
-        if name not in actions:
+        name = variable.removeprefix(PREFIX).lower()
+        if name in actions:
+            settings[name] = _read(variable, actions[name], text)
+        else:
             hint = did_you_mean(name, actions)
             print(
                 f"wedlm serve: {variable} is ignored, as no setting has this name; {hint}",
                 file=sys.stderr,
             )
-            continue
-        value = shlex.split(text) if actions[name].nargs == "+" else text
-        settings[name] = _read(variable, actions[name], value)
-    return settings
+    return settings | flags
 
 
-def _read(origin: str, action: argparse.Action, value: Any) -> Any:
+def _read(variable: str, action: argparse.Action, text: str) -> Any:
     """Parses a value as its flag would."""
     if action.nargs == 0:
-        truth = TRUTHS.get(str(value).lower())
+        truth = TRUTHS.get(text.lower())
         if truth is None:
-            raise InputError(f"{origin}: expected true or false, not {value!r}")
+            raise InputError(f"{variable}: expected true or false, not {text!r}")
         return truth
-    values = value if isinstance(value, list) else [value]
-    if len(values) != 1 and action.nargs is None:
-        raise InputError(f"{origin}: expected one value, not {value!r}")
-    reader = _Reader(origin)
+    reader = _Reader(variable)
     named = {name: getattr(action, name) for name in ("nargs", "type", "choices")}
     reader.add_argument("value", **{k: v for k, v in named.items() if v is not None})
-    return reader.parse_args(["--", *map(str, values)]).value
+    return reader.parse_args(["--", *(shlex.split(text) if action.nargs == "+" else [text])]).value
 
 
 class _Reader(CommandParser):
-    """Parses one value; its errors name the value's origin."""
+    """Parses one value; its errors name the variable."""
 
-    def __init__(self, origin: str):
+    def __init__(self, variable: str):
         super().__init__(add_help=False)
-        self._origin = origin
+        self._variable = variable
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{self._origin}: {message.removeprefix('argument value: ')}")
+        raise InputError(f"{self._variable}: {message.removeprefix('argument value: ')}")

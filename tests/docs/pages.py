@@ -12,7 +12,7 @@ PAGES = [
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
-LANGUAGES = ("bash", "python", "yaml", "json", "toml", "text")
+LANGUAGES = ("bash", "python", "yaml", "json", "text")
 
 FENCE = re.compile(r"^( *)```(\S*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)\)")

@@ -1,4 +1,4 @@
-"""`wedlm serve`: which of flags, environment and file counts, and how bad ones are named. A process
+"""`wedlm serve`: which of flags and environment counts, and how bad ones are named. A process
 starts, drains when asked to and survives being killed."""
 
 import asyncio
@@ -23,75 +23,47 @@ from wedlm_jax.__main__ import main
 from wedlm_jax.errors import InputError
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def settings(*flags, **environment):
     return layered(command.parser(), flags, environment)
 
 
-def test_flags_override_the_environment_and_that_the_file(folder):
-    for name in ("wedlm.toml", "other.toml"):
-        text = f"[serve]\nport = 1\nmax-waiting = 2\nserved_model_name = '{name}'\n"
-        (folder / name).write_text(text + "[elsewhere]\nunknown = 1\n")
-    in_file = {"port": 1, "max_waiting": 2, "served_model_name": "wedlm.toml"}
-    assert settings() == in_file
+def test_flags_override_the_environment():
     named = settings("--port", "7", WEDLM_PORT="5", WEDLM_MAX_WAITING="6")
-    assert named == in_file | {"port": 7, "max_waiting": 6}
-    other = in_file | {"served_model_name": "other.toml"}
-    assert settings("--config", "other.toml") == other
-    assert settings(WEDLM_CONFIG=str(folder / "other.toml")) == other
+    assert named == {"port": 7, "max_waiting": 6}
 
 
 VALUES = [
-    ("mesh = {tensor = 2, data = 4}", "tensor=2 data=4", [("tensor", 2), ("data", 4)]),
-    ('stop = ["a b", "c"]', "'a b' c", ["a b", "c"]),
-    ("no_warmup = true", "1", True),
-    ("no_warmup = false", "false", False),
-    ('mode = "paper"', "paper", "paper"),
-    ('window_size = "auto"', "auto", "auto"),
-    ('entropy_threshold = "none"', "none", None),
-    ("presence-penalty = -1.5", "-1.5", -1.5),
-    ("grace = 3.5", "3.5", 3.5),
+    ("mesh", "tensor=2 data=4", [("tensor", 2), ("data", 4)]),
+    ("stop", "'a b' c", ["a b", "c"]),
+    ("no_warmup", "1", True),
+    ("no_warmup", "False", False),
+    ("mode", "paper", "paper"),
+    ("window_size", "auto", "auto"),
+    ("entropy_threshold", "none", None),
+    ("presence_penalty", "-1.5", -1.5),
+    ("grace", "3.5", 3.5),
 ]
 
 
-def test_values_of_every_kind(folder):
-    for line, variable, value in VALUES:
-        (folder / "wedlm.toml").write_text(f"[serve]\n{line}\n")
-        name = line.partition(" ")[0].replace("-", "_")
-        assert settings() == {name: value}
-        (folder / "wedlm.toml").unlink()
-        assert settings(**{f"WEDLM_{name.upper()}": variable}) == {name: value}
+def test_values_of_every_kind():
+    for name, text, value in VALUES:
+        assert settings(**{f"WEDLM_{name.upper()}": text}) == {name: value}
 
 
-BAD_FILES = [
-    ("[serve]\nprot = 1", "unknown key 'prot'; did you mean 'port'?"),
-    ("[serve]\nport = 'x'", "wedlm.toml: port: expected a whole number, not 'x'"),
-    ("[serve]\nport = [1, 2]", r"wedlm.toml: port: expected one value, not \[1, 2\]"),
-    ("[serve]\nmode = 'fast'", "wedlm.toml: mode: invalid choice: 'fast'"),
-    ("[serve]\nquiet = 'perhaps'", "quiet: expected true or false, not 'perhaps'"),
-    ("serve = 1", r"expected \[serve\] to be a table"),
-    ("[serve", "cannot be read as TOML"),
-    ("\xff", "cannot be read as TOML"),
+BAD_VALUES = [
+    ("WEDLM_PORT", "x", "WEDLM_PORT: expected a whole number, not 'x'"),
+    ("WEDLM_MODE", "fast", "WEDLM_MODE: invalid choice: 'fast'"),
+    ("WEDLM_QUIET", "perhaps", "WEDLM_QUIET: expected true or false, not 'perhaps'"),
 ]
 
 
-def test_bad_files_and_variables_are_named(folder, capsys):
-    with pytest.raises(InputError, match="cannot be read as TOML"):
-        settings("--config", "wedlm.toml")
-    with pytest.raises(InputError, match="WEDLM_PORT: expected a whole number, not 'x'"):
-        settings(WEDLM_PORT="x")
+def test_bad_variables_are_named(capsys):
+    for name, text, sentence in BAD_VALUES:
+        with pytest.raises(InputError, match=sentence):
+            settings(**{name: text})
     assert settings(WEDLM_PROT="1", OTHER="2") == {}
     warning = "WEDLM_PROT is ignored, as no setting has this name; did you mean 'port'?"
     assert warning in capsys.readouterr().err
-    for text, sentence in BAD_FILES:
-        (folder / "wedlm.toml").write_bytes(text.encode("latin-1"))
-        with pytest.raises(InputError, match=sentence):
-            settings("--config", "wedlm.toml")
 
 
 def test_what_a_server_lacks_ends_it_before_it_listens(monkeypatch, capsys):
