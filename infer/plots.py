@@ -63,13 +63,18 @@ def main(arguments: list[str]) -> int:
     trace = Path(options.trace)
     path = trace.with_suffix(".svg") if options.output is None else Path(options.output)
     check_plot(path)
-    draw_traces(read_trace(trace), path)
+    sequences = read_trace(trace)
+    try:
+        figure = drawn(sequences)
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError):
+        raise InputError(f"{trace}: this trace is damaged") from None
+    save_figure(figure, path)
     print(path)
     return 0
 
 
-def draw_traces(sequences: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws a panel per sequence, all to the same scale."""
+def drawn(sequences: Sequence[dict[str, Any]]) -> Any:
+    """Returns a figure with a panel per sequence, all to the same scale."""
     rows = [len(sequence["forwards"]) for sequence in sequences]
     forwards = [forward for sequence in sequences for forward in sequence["forwards"]]
     places = max(forward["start"] + len(forward["slots"]) for forward in forwards) + 1
@@ -84,7 +89,7 @@ def draw_traces(sequences: Sequence[dict[str, Any]], path: Path) -> None:
     panels[-1].set_xlabel("place in the completion")
     figure.colorbar(image, ax=list(panels), label="entropy, nats", extend="max", aspect=30)
     figure.legend(handles=list(_legend()), loc="outside lower center", ncols=4, frameon=False)
-    save_figure(figure, path)
+    return figure
 
 
 EARLY, REJECTED, FILLED = "#e8a200", "#c0341d", "#5c7cfa"

@@ -15,6 +15,7 @@ from websockets.sync.client import connect
 from infer.serve.app import page as document
 from infer.trace import read_trace
 from tests.infer.serve.running_server import MODEL, wait_until
+from wedlm_jax.__main__ import main
 from wedlm_jax.params import SamplingParams
 
 QUESTION = "Count from 12 to 40 in steps of 2."
@@ -85,6 +86,7 @@ def check_file(page, folder, tokens):
     page.js("document.getElementById('save').click()")
     saved = folder / "trace.json"
     wait_until(saved.exists, 30, "nothing was saved")
+    assert main(["plot", str(saved)]) == 0
     ours, theirs = read_trace(saved)
     assert (ours["mode"], theirs["mode"]) == ("verified", "ar")
     assert sum(len(one["committed"]) for one in ours["forwards"]) == tokens
