@@ -26,7 +26,7 @@ from infer.serve.fields import ChatRequest, CompletionRequest, error_of_fields
 from infer.serve.http_server import body_limits, key_check, outcomes
 from infer.serve.metrics import Metrics
 from infer.serve.served_engine import ServedEngine
-from infer.serve.shapes import RESPONSES, ChatShape, LogprobShapes, TextShape
+from infer.serve.shapes import ChatShape, LogprobShapes, TextShape
 from wedlm_jax import __version__
 from wedlm_jax.errors import shortened
 from wedlm_jax.params import SamplingParams
@@ -36,8 +36,20 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Causal diffusion language models behind OpenAI's API. Sampling fields are described
 in docs/sampling.md of wedlm-jax."""
+ERROR: dict[int | str, dict[str, Any]] = {
+    "default": {"description": 'An error: {"error": {"message", "type", "param", "code"}}'}
+}
+"""Describes errors; FastAPI would otherwise describe its own."""
 
-PATHS = ("/", "/openapi.json", *(path for path in RESPONSES if "{" not in path))
+PATHS = (
+    "/",
+    "/openapi.json",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/health",
+    "/metrics",
+)
 CLIENT_GONE = 499
 """nginx's status for a client that closed its connection before the answer."""
 
@@ -181,8 +193,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_routes(app: FastAPI, service: Service) -> None:
-    def route(method: str, path: str, **options: Any) -> Any:
-        return app.api_route(path, methods=[method], responses=RESPONSES[path], **options)
+    def route(method: str, path: str) -> Any:
+        # A plain `Response` leaves the description of answers without a type: some are streams.
+        return app.api_route(path, methods=[method], responses=ERROR, response_class=Response)
 
     @route("POST", "/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:  # type: ignore[valid-type]
@@ -212,7 +225,7 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(503, "the engine failed and could not be restarted")
         return JSONResponse({"status": "ok"})
 
-    @route("GET", "/metrics", response_class=Response)
+    @route("GET", "/metrics")
     async def metrics() -> Response:
         """Returns the server's metrics, for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")

@@ -1,5 +1,4 @@
-"""Answers in the shape of OpenAI's API, whole or as chunks of a stream, and their description for
-`/openapi.json`."""
+"""Answers in the shape of OpenAI's API, whole or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -7,13 +6,11 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
-
-from pydantic import BaseModel, create_model
+from collections.abc import Sequence
+from typing import Any
 
 from infer.serve.calls import Call
-from wedlm_jax.completion import Chunk, Completion, Drafts, total_drafts
+from wedlm_jax.completion import Chunk, Completion, total_drafts
 from wedlm_jax.decode.logprobs import TokenLogprob
 from wedlm_jax.text import TextCodec
 
@@ -222,140 +219,3 @@ class LogprobShapes:
 
 def _finite(logprob: float) -> float:
     return max(logprob, IMPOSSIBLE)
-
-
-# --- description --------------------------------------------------------------------------
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(BaseModel):
-    """Describes the body of every answer with an error status."""
-
-    error: ErrorDetail
-
-
-class TokenDetails(BaseModel):
-    cached_tokens: int
-
-
-DraftCounts = create_model(
-    "DraftCounts",
-    __doc__="Drafts that were checked, by source, and those that were accepted.",
-    **dict.fromkeys(Drafts._fields, int),  # type: ignore[call-overload]
-)
-
-
-class Usage(BaseModel):
-    """Tokens of all prompts and completions; forwards and window slots that decoding took, and its
-    drafts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: TokenDetails
-    num_forwards: int
-    num_token_instances: int
-    drafts: DraftCounts  # type: ignore[valid-type]
-
-
-class _Answer(BaseModel):
-    id: str
-    created: int
-    model: str
-    system_fingerprint: None
-    usage: Usage
-
-
-class _Choice(BaseModel):
-    index: int
-    finish_reason: Literal["stop", "length"]
-    token_ids: list[int] | None = None
-    trace: dict[str, Any] | None = None
-
-
-class TextLogprobs(BaseModel):
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class TextChoice(_Choice):
-    text: str
-    logprobs: TextLogprobs | None
-
-
-class TextCompletion(_Answer):
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
-
-
-class Alternative(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatToken(Alternative):
-    top_logprobs: list[Alternative]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[ChatToken]
-    refusal: None
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"]
-    content: str
-    refusal: None
-
-
-class ChatChoice(_Choice):
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None
-
-
-class ChatCompletion(_Answer):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Health(BaseModel):
-    status: Literal["ok"]
-
-
-_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-"""The schema of each event of a stream: its data is JSON, or ``[DONE]``."""
-_STREAM = {"content": {"text/event-stream": {"schema": _EVENT}}}
-_SUCCESSES: Mapping[str, dict[str, Any]] = {
-    "/v1/completions": {"model": TextCompletion, **_STREAM},
-    "/v1/chat/completions": {"model": ChatCompletion, **_STREAM},
-    "/v1/models": {"model": ModelList},
-    "/v1/models/{model:path}": {"model": ModelCard},
-    "/health": {"model": Health},
-    "/metrics": {"content": {"text/plain": {"schema": {"type": "string"}}}},
-}
-RESPONSES: Mapping[str, dict[int | str, dict[str, Any]]] = {
-    path: {200: success, "default": {"model": Error}} for path, success in _SUCCESSES.items()
-}
-"""The answers of each route, in FastAPI's format."""
