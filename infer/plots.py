@@ -78,6 +78,8 @@ def drawn(sequences: Sequence[dict[str, Any]]) -> Any:
     rows = [len(sequence["forwards"]) for sequence in sequences]
     forwards = [forward for sequence in sequences for forward in sequence["forwards"]]
     places = max(forward["start"] + len(forward["slots"]) for forward in forwards) + 1
+    if places > 1 + sum(len(forward["slots"]) for forward in forwards):
+        raise ValueError("a forward starts after all that was filled")
     width = min(max(places * 0.16, 6), 16)
     # Each panel needs room for its title and labels in addition to its rows.
     heights = [min(max(count * 0.16, 0.9), 10) for count in rows]

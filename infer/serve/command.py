@@ -294,10 +294,14 @@ def _read(variable: str, action: argparse.Action, text: str) -> Any:
         if truth is None:
             raise InputError(f"{variable}: expected true or false, not {text!r}")
         return truth
+    try:
+        values = shlex.split(text) if action.nargs == "+" else [text]
+    except ValueError as error:
+        raise InputError(f"{variable}: {text!r} is not a list of values ({error})") from None
     reader = _Reader(variable)
     named = {name: getattr(action, name) for name in ("nargs", "type", "choices")}
     reader.add_argument("value", **{k: v for k, v in named.items() if v is not None})
-    return reader.parse_args(["--", *(shlex.split(text) if action.nargs == "+" else [text])]).value
+    return reader.parse_args(["--", *values]).value
 
 
 class _Reader(CommandParser):

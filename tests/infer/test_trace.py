@@ -103,6 +103,7 @@ DAMAGE = [
             (("sequences", 0, "forwards"), {"0": {}}),
             ((*FORWARD, "start"), "0"),
             ((*FORWARD, "start"), 0.5),
+            ((*FORWARD, "start"), 10**9),
             ((*FORWARD, "start"), 10**30),
             ((*FORWARD, "slots"), None),
             ((*FORWARD, "entropies"), [None, "high"]),

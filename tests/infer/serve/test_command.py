@@ -53,6 +53,7 @@ def test_values_of_every_kind():
 BAD_VALUES = [
     ("WEDLM_PORT", "x", "WEDLM_PORT: expected a whole number, not 'x'"),
     ("WEDLM_MODE", "fast", "WEDLM_MODE: invalid choice: 'fast'"),
+    ("WEDLM_STOP", "it's", 'WEDLM_STOP: "it\'s" is not a list of values .No closing quotation'),
     ("WEDLM_QUIET", "perhaps", "WEDLM_QUIET: expected true or false, not 'perhaps'"),
 ]
 
