@@ -10,10 +10,6 @@ TRASH_PAGE = 0
 """The page that padding is written to; no sequence ever gets it."""
 
 
-class PageError(RuntimeError):
-    """The page counts are inconsistent: a bug in this program, never caused by bad input."""
-
-
 class Pages:
     """Counts the holders of each page of one cache.
 
@@ -55,15 +51,11 @@ class Pages:
         return self._holders[page]
 
     def take(self, count: int) -> list[int]:
-        """Takes ``count`` free pages and gives each one holder.
-
-        Raises:
-          PageError: fewer are free.
-        """
+        """Takes ``count`` free pages and gives each one holder."""
         if count <= 0:
             return []
-        if count > len(self._free):
-            raise PageError(f"{count} pages were requested, but only {len(self._free)} are free")
+        # Callers have counted the pages that are free or can be evicted.
+        assert count <= len(self._free), f"{count} pages of {len(self._free)} free ones"
         taken = self._free[-count:][::-1]
         del self._free[-count:]
         for page in taken:
@@ -71,23 +63,15 @@ class Pages:
         return taken
 
     def share(self, page: int) -> None:
-        """Adds a holder to a page that is not free.
-
-        Raises:
-          PageError: it is free.
-        """
-        if self._holders[page] < 1:
-            raise PageError(f"page {page} is free and cannot be shared")
+        """Adds a holder to a page that is not free."""
+        # A free page may be taken, and overwritten, at any time.
+        assert self._holders[page], f"page {page} is free"
         self._holders[page] += 1
 
     def drop(self, page: int) -> None:
-        """Removes a holder from a page, and frees the page with its last one.
-
-        Raises:
-          PageError: it is free already.
-        """
-        if self._holders[page] < 1:
-            raise PageError(f"page {page} is freed twice")
+        """Removes a holder from a page, and frees the page with its last one."""
+        # If it were freed twice, two sequences would get it.
+        assert self._holders[page], f"page {page} is free already"
         self._holders[page] -= 1
         if not self._holders[page]:
             self._free.append(page)

@@ -105,10 +105,7 @@ class Replica:
 
     def grow(self, sequence: SequenceState, tokens: int) -> None:
         """Gives a sequence the pages that it lacks to hold ``tokens`` tokens; may evict prefixes.
-
-        Raises:
-          PageError: there are not enough.
-        """
+        The caller has checked that there are enough."""
         count = self.lacks(sequence, tokens)
         if not count:
             return
