@@ -25,8 +25,9 @@ from flax import nnx
 from benchmarks.options import add_numbers, new_parser
 from benchmarks.torch_step import TorchStep
 from infer.bench.measure import Report, by_turns, table
+from train.recipe.config import TrainConfig
 from train.step import LossFn, Objective, accumulate, prepare
-from train.step_cost import forward_flops
+from train.step_cost import model_flops
 from wedlm_jax.attention import IMPLEMENTATIONS
 from wedlm_jax.checkpoint.names import arrays_from_model, dotted_path
 from wedlm_jax.config import ModelConfig
@@ -214,9 +215,11 @@ def steps_of(
 
 def _flops(model: ModelConfig, rows: PackedRows) -> float:
     count, length = rows.tokens.shape
-    blocks = rows.prediction_blocks
-    prediction = length if blocks is None else blocks.shape[1] * BLOCK_SIZE
-    return 3 * forward_flops(model, count, length, prediction)
+    blocks = 0 if rows.prediction_blocks is None else rows.prediction_blocks.shape[1]
+    config = TrainConfig(
+        rows=count, row_length=length, block_size=BLOCK_SIZE, prediction_blocks=blocks
+    )
+    return model_flops(config, model)
 
 
 def _prepared(

@@ -48,30 +48,13 @@ class StepFlops:
         return self.products + self.attention
 
 
-def forward_flops(
-    model: ModelConfig, rows: int, row_length: int, prediction: int | None = None
-) -> float:
-    """Returns the FLOP of the forward pass over packed rows, counting only visible pairs and tokens
-    with a target.
+def model_flops(config: TrainConfig, model: ModelConfig) -> float:
+    """Returns the FLOP of a step without recomputation, forward and backward, for MFU. Only visible
+    pairs and tokens with a target count.
 
     Each stream goes through every layer. A query of either stream sees half the row on average
     (both its own block and the memory are triangles), hence L²/2 pairs per row and stream.
-
-    Args:
-      model: the architecture.
-      rows: packed rows, of all micro-batches together.
-      row_length: L.
-      prediction: tokens of a row's prediction stream; L by default; 0 for next-token training.
     """
-    prediction = row_length if prediction is None else prediction
-    tokens = row_length + prediction
-    layers = 2 * model.num_parameters(embeddings=False) * rows * tokens
-    head = 2 * _head_parameters(model) * rows * _targets(row_length, prediction)
-    return layers + head + 2 * _FORWARD * _width(model) * rows * tokens * row_length / 2
-
-
-def model_flops(config: TrainConfig, model: ModelConfig) -> float:
-    """Returns the FLOP of a step without recomputation, forward and backward, for MFU."""
     products = _row_products(config, model)
     # Forward once, and twice as much backward for tokens with a backward pass.
     tokens = config.row_tokens + 2 * _learning_tokens(config)

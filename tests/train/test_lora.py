@@ -32,7 +32,7 @@ from train.loop import train as run_training
 from train.program import make_program
 from train.recipe.config import EvaluationSection, LoraSection, ModelSection
 from train.step import Objective, accumulate, make_train_step, prepare, prepare_given
-from train.step_cost import forward_flops, model_flops, program_flops
+from train.step_cost import model_flops, program_flops
 from wedlm_jax.checkpoint.convert import convert
 from wedlm_jax.errors import InputError
 from wedlm_jax.loss import LossConfig
@@ -167,10 +167,10 @@ def test_products_are_those_counted_by_hand():
     hidden, inner = TINY.hidden_size, TINY.intermediate_size
     sides = 2 * (hidden + 24) + 2 * (hidden + 12) + 3 * (hidden + inner)
     attention = 2 * 2 * (4 * 6 * layers) * tokens * 128 / 2
-    forward = forward_flops(TINY, 1, 128)
+    whole = dataclasses.replace(config, lora=LoraSection())
+    forward = model_flops(whole, TINY) / 3
     expected = 3 * attention + 2 * (forward - attention) + 3 * 2 * tokens * layers * 4 * sides
     assert model_flops(config, TINY) == expected
-    whole = dataclasses.replace(config, lora=LoraSection())
     assert program_flops(whole, TINY, 1).products - program_flops(config, TINY, 1).products == (
         forward - attention - 3 * 2 * tokens * layers * 4 * sides
     )
