@@ -51,7 +51,7 @@ from wedlm_jax.errors import CompilingInterrupted, StorageFailure
 from wedlm_jax.host.processes import answer_of_first, is_first, jax_processes, say
 from wedlm_jax.host.progress import saying_once
 from wedlm_jax.host.storage import as_path, is_remote
-from wedlm_jax.sharding import batch_sharding, check_fits, make_mesh
+from wedlm_jax.sharding import batch_sharding, make_mesh
 
 
 class RunStopped(Exception):
@@ -188,9 +188,7 @@ class TrainingRun:
         self._skipped = SkippedBatches.of(config.data.skip)
         sizes: dict[str, int] = {}
         for phase, sets in zip(self._phases, data, strict=True):
-            settings = phase.config  # errors in later phases are found now
-            check_fits(self._mesh, model, rows=settings.rows, row_tokens=settings.row_tokens)
-            for name, (rows, _) in zip(settings.data.sources, sets, strict=True):
+            for name, (rows, _) in zip(phase.config.data.sources, sets, strict=True):
                 sizes[name] = len(rows)
         self._epochs = Epochs(self._phases, sizes)
         self._flops: dict[tuple[int, ...], float] = {

@@ -37,6 +37,7 @@ metrics.tensorboard=true | metrics\.tensorboard needs tensorboardX: pip
 metrics.wandb=mine | metrics\.wandb needs wandb: pip
 quantized_training=int8 | quantized_training .*qwix.*"wedlm-jax\[int8\]"
 rows=3 | rows = 3 is not divisible by data 1 x fsdp 2
+mesh.data=1; phases=[{from_step: 2, rows: 3}] | rows = 3 is not divisible by data 1 x fsdp 2
 mesh.tensor=2 | num_key_value_heads = 1 is not divisible by tensor 2 x sequence 1
 """
 """Overrides of a recipe, each with a pattern of the sentence that refuses it."""
