@@ -20,6 +20,7 @@ from train.recipe.config import TrainConfig
 from train.recipe.phases import phases_of, source_names
 from train.step import GuardState, Objective, TrainState, make_train_step
 from wedlm_jax.aot.topology import compiler_options
+from wedlm_jax.attention import check_runs_on
 from wedlm_jax.config import ModelConfig
 from wedlm_jax.corruption import PackedRows
 from wedlm_jax.errors import require_extra
@@ -181,9 +182,10 @@ def make_program(
         recipe's.
 
     Raises:
-      InputError: sizes, of any phase, that the mesh does not divide, a schedule without room, or a
-        model without a mask token.
+      InputError: sizes, of any phase, that the mesh does not divide, an attention kernel that is
+        not for these devices, a schedule without room, or a model without a mask token.
     """
+    check_runs_on(config.loss.attention, mesh.devices.flat[0].platform)
     if config.quantized_training == "int8":
         require_extra("quantized_training", "int8", "qwix")
     for phase in phases_of(config):

@@ -187,7 +187,9 @@ def test_bfloat16_inputs_are_scored_and_summed_in_float32(implementation):
         np.testing.assert_allclose(np.asarray(out, np.float32), expected, atol=3 * 2**-8)
 
 
-def test_a_kernel_is_refused_on_devices_that_it_does_not_run_on():
+def test_what_cannot_run_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'flash'.*dense.*streams"):
+        attend_eagerly(*random_qkv(24), MASK, implementation="flash")
     check_runs_on("splash", "tpu")
     with pytest.raises(InputError, match="'splash' is for TPUs, not for 'gpu'"):
         check_runs_on("splash", "gpu")

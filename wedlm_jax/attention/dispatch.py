@@ -49,6 +49,9 @@ def attend(
     Returns:
       ``[B, T, H, head_dim]`` in the dtype of ``q``.
     """
+    if implementation not in IMPLEMENTATIONS:
+        names = ", ".join(IMPLEMENTATIONS)
+        raise ValueError(f"attention backend {implementation!r}: not in {names}")
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # Grouped by KV head, [B, K, G, T, head_dim], attention is plain batched products.

@@ -140,6 +140,8 @@ def attention_plan(
       deterministic: compute all spans in the same way, so that a token's result is bit-identical
         however its sequence is divided into spans.
     """
+    if implementation not in RAGGED_BACKENDS:
+        raise ValueError(f"attention {implementation!r}: not in {list(RAGGED_BACKENDS)}")
     if implementation == "rpa":
         return live_first(spans)
     together = implementation == "gather"
