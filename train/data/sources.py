@@ -41,7 +41,7 @@ def open_sources(
         if count < batch:
             raise InputError(
                 f"data.sources: a step takes {counted(batch, 'packed row')} (rows x accumulation), "
-                f"but there are only {count:,}; lower rows or accumulation, or add data"
+                f"but the data has {count:,}; lower rows or accumulation, or add data"
             )
         opened.append(sets)
     for line in dict.fromkeys(told):  # phases may share folders

@@ -23,6 +23,8 @@ from wedlm_jax.records.files import RecordFile, file_size
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>")
 SMALLEST = 256 + len(SPECIAL_TOKENS)
 """The size of a vocabulary that has learnt nothing: the special tokens and one for each byte."""
+LARGEST = 2**24
+"""More than any vocabulary has; the trainer reserves memory for all of it at once."""
 
 # Words with one leading space, numbers, runs of punctuation, line ends, other spaces.
 # A number never holds its space (punctuation before it does), so it is the same token
@@ -145,8 +147,9 @@ def main(arguments: list[str]) -> int:
     from rich.console import Console
 
     output = Path(options.output)
-    if options.vocab_size < SMALLEST:
-        raise InputError(f"--vocab-size must be at least {SMALLEST}, not {options.vocab_size}")
+    if not SMALLEST <= options.vocab_size <= LARGEST:
+        expected = f"{SMALLEST} to {LARGEST:,}"
+        raise InputError(f"--vocab-size: expected {expected}, not {options.vocab_size:,}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise InputError(f"{output}: already exists; remove it, or name another folder")
     files = find_input(options.input).files

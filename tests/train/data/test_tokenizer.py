@@ -103,7 +103,8 @@ def test_words_of_texts_and_messages_become_tokens(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("content", "size", "message"),
     [
-        ('{"text": "x"}\n', "259", "--vocab-size must be at least 260"),
+        ('{"text": "x"}\n', "259", "--vocab-size: expected 260 to "),
+        ('{"text": "x"}\n', "99999999999", "--vocab-size: expected 260 to "),
         ('{"token_ids": [1]}\n', "300", "no text in the input; .*no text or messages"),
     ],
 )
