@@ -1,4 +1,4 @@
-"""Options that benchmarks share, and the models and prompts that they measure with."""
+"""What benchmarks share: command-line options, models with random weights, and prompts."""
 
 from __future__ import annotations
 

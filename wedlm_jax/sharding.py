@@ -310,6 +310,6 @@ def on_replicas(function: Callable[..., Any], *, whole: Sequence[int] = (0,)) ->
 
 
 def local_bytes(tree: Any) -> int:
-    """Returns the bytes on one device of a tree of arrays or their shapes."""
+    """Returns how many bytes of a tree of arrays, or of their shapes, one device holds."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)

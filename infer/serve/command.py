@@ -260,7 +260,7 @@ def serve(service: Service, sock: socket.socket, options: dict[str, Any]) -> int
 def layered(
     parser: argparse.ArgumentParser, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Returns the settings from flags and environment.
+    """Returns the settings that flags and environment variables give.
 
     Args:
       parser: parser of the flags; its result contains only those given.

@@ -98,7 +98,7 @@ class DataShard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """The content of a `dataset.json`.
+    """What `dataset.json` says of a folder of packed rows.
 
     Attributes:
       row_length, block_size: L and B of the packed rows.

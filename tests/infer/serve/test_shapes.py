@@ -84,7 +84,7 @@ HEAD = {"id", "object", "created", "model", "system_fingerprint", "choices"}
 
 
 def check_answer(path, answer, kind):
-    """What a route that decodes answers: whole, as a stream, or an error."""
+    """Checks the shape of an answer to a completion request: whole, streamed, or an error."""
     whole, part = TYPES[path]
     if kind.startswith("text/event-stream"):
         *events, done, end = answer.text.replace(": waiting\n\n", "").split("\n\n")
